@@ -4,7 +4,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -123,7 +123,8 @@ class RequestAttempt:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object, why: BaseException | None, __: object) -> None:
+        failed = why if isinstance(why, LegFailed) else None
         self._close()
         try:
             # A cancel is raised when they have ended.
@@ -133,8 +134,9 @@ class RequestAttempt:
             for task in self._tasks:
                 if task.done() and not task.cancelled():
                     task.exception()  # else asyncio would report a second failure as unread
-            for taken in self._taken.values():
-                self.job.note.leg_ends(taken)
+            for kind, taken in self._taken.items():
+                how = failed.kind if failed is not None and failed.leg == kind else ""
+                self.job.note.leg_ends(taken, how)
 
     def _close(self) -> None:
         self._independent()
@@ -158,40 +160,20 @@ class RequestAttempt:
         """The engine has computed, or received, the prompt."""
         self.parts.placer.sent(engine, self.placement)
 
-    async def open(self, engine: KnownEngine, kind: LegKind, request: Leg | bytes) -> EngineAnswer:
+    async def open(
+        self, engine: KnownEngine, kind: LegKind, leg: Leg | None = None
+    ) -> EngineAnswer:
         """Returns the head of a successful answer, without the leg's hidden id. Raises LegFailed,
         and Final with the engine's answer for a 4xx, and for any error on a route that is passed
-        on. request: as bytes, the client's own."""
-        note = self.job.note
+        on. leg: None: the client's own body and headers."""
+        incoming, note, prefill = self.job.incoming, self.job.note, kind == "prefill"
         taken = self._taken[kind] = note.leg_begins(kind, engine.name)
-        try:
-            if isinstance(request, Leg):
-                data, own = msgspec.json.encode(request.body), request.headers
-                response = await self._open(engine, kind, data, own, request.hidden)
-            else:
-                response = await self._open(engine, kind, request or None, {}, None)
-        except (Final, LegFailed) as exc:
-            if exc is not self._vain:  # else it is the prefill engine's
-                taken.status = exc.answer.status if exc.answer is not None else 0
-                note.leg_ends(taken, exc.kind if isinstance(exc, LegFailed) else "")
-            raise
-        note.head_came(taken, response.status)
-        return response
-
-    async def _open(
-        self,
-        engine: KnownEngine,
-        kind: LegKind,
-        data: bytes | None,
-        own: Mapping[str, str],
-        hidden: tuple[str, str] | None,
-    ) -> EngineAnswer:
-        """own: headers that replace the client's. hidden: of `Leg`."""
-        incoming, prefill = self.job.incoming, kind == "prefill"
-        url, head = f"{engine.base}{incoming.path}", headers.for_leg(incoming.headers, own)
+        data = self.job.request.data if leg is None else msgspec.json.encode(leg.body)
+        leg = leg or Leg({})
+        url, head = f"{engine.base}{incoming.path}", headers.for_leg(incoming.headers, leg.headers)
         try:
             response = self._responses[kind] = await self.parts.upstream.send(
-                engine, kind, incoming.method, url, head, data
+                engine, kind, incoming.method, url, head, data or None
             )
             if self._vain is not None:
                 response.fail(self._vain)
@@ -199,15 +181,14 @@ class RequestAttempt:
         except LegFailed as exc:
             self.parts.monitor.lost(engine, exc)
             raise
-        if hidden is not None:
-            headers.hide(response.headers, *hidden)
         status = response.status
+        note.head_came(taken, status)
+        if leg.hidden is not None:
+            headers.hide(response.headers, *leg.hidden)
         if status < 300 or (status < 400 and not prefill):
             return response
-        body, head = await response.read(), headers.to_client(response.headers)
-        if hidden is not None:
-            found, shown = hidden
-            body = body.replace(found.encode(), shown.encode())
+        body, head = leg.shows(await response.read()), headers.to_client(response.headers)
+        if leg.hidden is not None:
             head["content-length"] = str(len(body))
         answer = Answer(status, head, body)
         if 400 <= status < 500:
@@ -219,18 +200,7 @@ class RequestAttempt:
     async def prefilled(self, *, streams: bool = False) -> PrefillAnswer:
         """The whole prefill leg. streams: it ends with the head of its answer; the rest is read
         and dropped, and the decode leg fails with it. Raises LegFailed, Final."""
-        leg = self.parts.protocol.prefill(self.job.request.body, self.ids)
-        try:
-            answer = await self._prefilled(leg, streams)
-        except LegFailed as exc:
-            self.job.note.leg_ends(self._taken["prefill"], exc.kind)
-            raise
-        if not streams:
-            self.job.note.leg_ends(self._taken["prefill"])
-        return answer
-
-    async def _prefilled(self, leg: Leg, streams: bool) -> PrefillAnswer:
-        engine = self.prefill
+        leg, engine = self.parts.protocol.prefill(self.job.request.body, self.ids), self.prefill
         deadline = asyncio.get_running_loop().time() + self.parts.config.prefill_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
@@ -239,6 +209,7 @@ class RequestAttempt:
                     self.start(self._read_out(response, deadline), "rest of the prefill leg")
                     return PrefillAnswer()
                 data = await response.read()
+            self.job.note.leg_ends(self._taken["prefill"])
             return prefill_answer(data)
         except TimeoutError as exc:
             raise self._late() from exc

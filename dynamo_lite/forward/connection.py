@@ -22,7 +22,6 @@ _MAX_HEAD_BYTES = 64 << 10
 _BUFFER_BYTES = 64 << 10
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
-_NO_BODY = frozenset({204, 304})
 
 #: Takes arrived bytes at once. Returns whether it has room for more.
 Push = Callable[[bytes], bool]
@@ -172,12 +171,6 @@ class EngineAnswer:
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
         self._connection.abort()
 
-    def until_closed(self) -> bool:
-        """Whether the end of the connection is the end of this answer."""
-        if not self.begun or self.status in _NO_BODY or "content-length" in self.headers:
-            return False
-        return "chunked" not in self.headers.get("transfer-encoding", "").lower()
-
     def _take(self) -> bytes:
         parts, self._parts = self._parts, []
         if self._size > _BUFFER_BYTES:
@@ -242,7 +235,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
-        self._tls = self._eof = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -293,7 +285,6 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("ssl_object") is not None
         notice_a_lost_host(transport.get_extra_info("socket"), _LOST_HOST_S)
 
     def data_received(self, data: bytes) -> None:
@@ -312,19 +303,12 @@ class UpstreamConnection(asyncio.Protocol):
         if self._unasked:
             self.abort()
 
-    def eof_received(self) -> None:
-        self._eof = True
-
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if answer is not None:
-            # TLS may be closed without notice, and then drops the bytes that were not read yet.
-            if exc is None and answer.until_closed() and (self._eof or not self._tls):
-                answer.end()
-            else:
-                answer.lost("closed before the end of the answer")
+            answer.lost("closed before the end of the answer")
         self._on_lost(self)
 
     # httptools

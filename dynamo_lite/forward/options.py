@@ -6,12 +6,11 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Annotated
 
 import annotated_types as at
 
-from dynamo_lite.forward.named import PRIVATE, AllowedHosts
+from dynamo_lite.forward.named import PRIVATE, AllowedHosts, parse_host_port
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.options import (
@@ -158,18 +157,14 @@ def _check_transfer_host(host: str) -> None:
 
 def parse_engine_url(url: str) -> tuple[str, int]:
     """Host and port. Raises ValueError."""
-    problem = (
-        "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
-    )
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("no URL")
+        return parse_host_port(url)
     except ValueError as exc:
-        raise ValueError(f"{problem}: {exc}") from exc
-    extra: list[Any] = [parts.path.strip("/"), parts.query, parts.fragment, parts.username]
-    if parts.scheme not in ("http", "https") or not host or port is None or any(extra):
-        raise ValueError(problem)
-    return host, port
+        raise ValueError(
+            "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
+        ) from exc
 
 
 #: Prefill legs that contain the decode engine's own address.

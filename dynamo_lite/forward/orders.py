@@ -29,7 +29,7 @@ async def alone(one: RequestAttempt) -> None:
 
 async def _alone(one: RequestAttempt, engine: KnownEngine, how: tuple[str, str]) -> None:
     with engine.leg(one.placement.prompt_tokens) as computed:
-        response = await one.open(engine, "decode", one.job.request.data)
+        response = await one.open(engine, "decode")
         await _relay(one, response, computed, how=how)
     one.sent(engine)
 

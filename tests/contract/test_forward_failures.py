@@ -558,7 +558,7 @@ def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
 
 
 def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
-    opening = one.open(one.placement.decode, "decode", one.job.request.data)
+    opening = one.open(one.placement.decode, "decode")
     return one.start(opening, "decode leg")
 
 
