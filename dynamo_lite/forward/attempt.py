@@ -52,7 +52,7 @@ class ForwardParts:
         self.upstream = upstream = Upstream(config.idle_timeout_s)
         followed = sent if by_load else None
         self.monitor = EngineMonitor(engines, upstream, config.health_interval_s, followed)
-        self.placer = Placer(engines, self.protocol, config, sent)
+        self.placer = Placer(engines, config, sent)
 
     def facts(self) -> dict[str, Any]:
         """For `/health`."""

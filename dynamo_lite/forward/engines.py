@@ -286,13 +286,13 @@ class KnownEngines:
         self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by name and lease.
         self.unused: dict[tuple[str, str], Unused] = {}
-        self._protocol = protocol
+        self.protocol = protocol
         self._numbers = itertools.count()
         for one in options:
             self.add(one)
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
-        engine = KnownEngine(next(self._numbers), options, self._protocol, lease=lease, model=model)
+        engine = KnownEngine(next(self._numbers), options, self.protocol, lease=lease, model=model)
         self.all = (*self.all, engine)
         return engine
 

@@ -52,10 +52,8 @@ def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
     return reply
 
 
-class ForwardServer:
-    """`start` returns when connections are accepted; `stop` is idempotent.
-
-    own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
+class ForwardServer(WebServer):
+    """own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
     "http" for a connection that is closed because too many have no request.
     """
 
@@ -70,7 +68,7 @@ class ForwardServer:
         on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._own = forwarding, config, own
-        self._web = WebServer(
+        super().__init__(
             self._handle,
             sock,
             None if tls is None else lambda: tls,
@@ -81,14 +79,6 @@ class ForwardServer:
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
-
-    async def start(self) -> None:
-        """Raises StartupError when the socket cannot listen."""
-        await self._web.start()
-
-    async def stop(self, grace_s: float) -> None:
-        """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
-        await self._web.stop(grace_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = Client(request, self._config.idle_timeout_s)

@@ -15,7 +15,6 @@ from dynamo_lite.forward.choosing import (
 )
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 from dynamo_lite.routing.kv_chain import ChainHash
@@ -60,27 +59,12 @@ class EnginePlacement:
     uncached_tokens: int
 
 
-def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
-    """Why it gets no prefill leg, whatever the engines; empty if it may get one."""
-    if request.route not in protocol.routes:
-        return "route"
-    if request.batch and not protocol.batches:
-        return request.batch
-    return request.alone
-
-
 class Placer:
     """Chooses engines and remembers which prompts they were sent."""
 
-    def __init__(
-        self,
-        engines: KnownEngines,
-        protocol: ForwardProtocol,
-        config: ForwarderConfig,
-        sent: SentPrompts,
-    ):
+    def __init__(self, engines: KnownEngines, config: ForwarderConfig, sent: SentPrompts):
         self.choices: Counter[tuple[str, str]] = Counter()
-        self._engines, self._protocol, self._sent = engines, protocol, sent
+        self._engines, self._protocol, self._sent = engines, engines.protocol, sent
         self._limit = config.max_local_prefill_length
         self._chooser = EngineChooser()
 
@@ -144,7 +128,11 @@ class Placer:
         """Raises CannotServe."""
         if tried.named is not None and not tried.named:
             return "no_header"
-        reason, engines = why_alone(request, self._protocol), self._engines.all
+        reason, engines = request.alone, self._engines.all
+        if request.route not in self._protocol.routes:
+            reason = "route"
+        elif request.batch and not self._protocol.batches:
+            reason = request.batch
         if reason and request.route and engines and not any(e.decodes_alone for e in engines):
             raise CannotServe(
                 f"{request.route} with {reason} needs an engine that prefills and decodes; with"
@@ -207,8 +195,6 @@ class Placer:
         """The text contains no addresses, because a client reads it."""
         if not any(engine.usable for engine in self._engines.all if engine.decodes):
             return "no decode engine is healthy"
-        if tried.decode:
-            return "no other decode engine is healthy"
         if alone:
             return "no healthy engine can answer this request without a prefill engine"
-        return "no decode engine is left"
+        return "no other decode engine is healthy"

@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
-from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
+from dynamo_lite.forward.bodies import ClientRequest, MalformedBody
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.engines import KnownEngine
@@ -25,8 +25,6 @@ from dynamo_lite.protocol.forwarding import ForwardAttempt
 
 logger = logging.getLogger(__name__)
 
-#: More sequences in one request than any engine runs.
-MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
 #: Takes HOST:PORT of each. Raises Final.
@@ -45,23 +43,19 @@ class Forwarding:
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
+        named = None
         try:
             request = bodies.read(route, data)
+            if self._named is not None:
+                named = await self._named(incoming.named)
         except MalformedBody:
             # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
-        except TooDeep:
-            return await self.refuse(client, _too_deep())
+        except Final as refused:
+            return await self.refuse(client, refused.answer)
         self.stats.removed_fields += len(request.removed)
-        if request.sequences > MAX_SEQUENCES:
-            text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
-            return await self.refuse(client, error(400, "BadRequestError", text))
         job = self._job(incoming, request, client)
-        if self._named is not None:
-            try:
-                job.tried.named = await self._named(incoming.named)
-            except Final as refused:
-                return await self.refuse(client, refused.answer)
+        job.tried.named = named
         self.decisions.append(job.note)
         await self._run(job)
 
@@ -72,8 +66,8 @@ class Forwarding:
         except MalformedBody:
             removed = ()
             logger.debug("%s: the body is not a JSON object", incoming.path)
-        except TooDeep:
-            return await self.refuse(client, _too_deep())
+        except Final as refused:
+            return await self.refuse(client, refused.answer)
         self.stats.removed_fields += len(removed)
         request = ClientRequest(route="", body={}, data=data)
         await self._run(self._job(incoming, request, client))
@@ -194,7 +188,3 @@ class Forwarding:
 
 def _no_engine(why: NoWorkers) -> Answer:
     return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)
-
-
-def _too_deep() -> Answer:
-    return error(400, "BadRequestError", "the body is nested too deeply")

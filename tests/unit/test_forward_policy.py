@@ -149,7 +149,7 @@ def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
-    return Placer(engines, protocol, config, SentPrompts()), engines
+    return Placer(engines, config, SentPrompts()), engines
 
 
 def request(**fields: Any) -> ClientRequest:
