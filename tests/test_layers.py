@@ -62,11 +62,11 @@ BUDGET = {
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
     "dynamo_lite/vllm": 6_263,
-    "dynamo_lite/forward": 5_320,
+    "dynamo_lite/forward": 5_308,
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 6_448,
-    "dynamo_lite/cli": 3_067,
-    "tests": 58_615,
+    "dynamo_lite/cli": 3_063,
+    "tests": 58_614,
     "tests/simulation": 8_713,
 }
 SLACK = 50

@@ -53,11 +53,7 @@ def _name(d: ForwardDecision) -> str:
 
 
 def _verdict(d: ForwardDecision) -> str:
-    if d.how == "disaggregated":
-        return "disaggregated: prefill and decode engine"
-    if d.how == "alone":
-        return f"alone, {d.reason}"
-    return "none: no answer was begun"
+    return f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}"
 
 
 def _threshold(d: ForwardDecision) -> str:
@@ -118,7 +114,7 @@ def _cells(at: float, d: ForwardDecision) -> list[str]:
         as_clock(at),
         _name(d),
         str(d.prompt_tokens),
-        f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}",
+        _verdict(d),
         chosen.get("prefill", "-"),
         chosen.get("decode", "-"),
         str(d.status or "-"),

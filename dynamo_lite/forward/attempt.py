@@ -170,10 +170,10 @@ class RequestAttempt:
         taken = self._taken[kind] = note.leg_begins(kind, engine.name)
         data = self.job.request.data if leg is None else msgspec.json.encode(leg.body)
         leg = leg or Leg({})
-        url, head = f"{engine.base}{incoming.path}", headers.for_leg(incoming.headers, leg.headers)
+        head = headers.for_leg(incoming.headers, leg.headers)
         try:
             response = self._responses[kind] = await self.parts.upstream.send(
-                engine, kind, incoming.method, url, head, data or None
+                engine, kind, incoming.method, incoming.path, head, data or None
             )
             if self._vain is not None:
                 response.fail(self._vain)

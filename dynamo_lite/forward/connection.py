@@ -71,9 +71,9 @@ class EngineAnswer:
         self._timer = self._loop.call_later(idle_s, self._look_idle)
 
     @property
-    def content_type(self) -> str:
-        """Without parameters, in lower case."""
-        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+    def is_stream(self) -> bool:
+        content_type = self.headers.get("content-type", "").partition(";")[0]
+        return content_type.strip().lower() == "text/event-stream"
 
     async def head(self) -> None:
         while not self.begun:

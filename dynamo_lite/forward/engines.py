@@ -89,7 +89,7 @@ class KnownEngine:
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
     #: HOST:PORT.
     name: str = field(init=False)
-    base: str = field(init=False)
+    address: tuple[str, int] = field(init=False)
     #: How its certificate is checked; None: it speaks plain HTTP.
     tls: ssl.SSLContext | None = field(init=False)
     #: Where its side of the handover listens.
@@ -98,9 +98,8 @@ class KnownEngine:
     _identities: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
     def __post_init__(self) -> None:
-        host, port = self.options.address
-        self.name = host_port(host, port)
-        self.base = f"{'https' if self.options.secure else 'http'}://{self.name}"
+        self.address = self.options.address
+        self.name = host_port(*self.address)
         self.tls = engine_tls(self.options)
         self.transfer_address = self.options.transfer_address(self.protocol.name)
 

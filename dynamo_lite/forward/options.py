@@ -144,10 +144,9 @@ def _check_transfer_host(host: str) -> None:
     name that is resolved only when its pod is ready."""
     try:
         address = ipaddress.ip_address(host)
+        usable = not address.is_unspecified and not address.is_multicast
     except ValueError:
         usable = len(host) <= 253 and _HOST_NAME.fullmatch(host) is not None
-    else:
-        usable = not address.is_unspecified and not address.is_multicast
     if not usable:
         raise ValueError(
             f"transfer-host is {host!r}: expected the host name or IP address under which other"

@@ -12,10 +12,6 @@ from dynamo_lite.forward.failures import Broken, LegFailed
 from dynamo_lite.forward.protocols.base import Leg
 
 
-def is_stream(response: EngineAnswer) -> bool:
-    return response.content_type == "text/event-stream"
-
-
 async def relay(
     client: Client, response: EngineAnswer, leg: Leg | None, on_first: Callable[[], None]
 ) -> None:
@@ -28,7 +24,7 @@ async def relay(
     changes = leg if leg is not None and leg.hidden is not None else None
     if changes is not None:
         head.popall("content-length", None)
-    if changes is not None and not is_stream(response):
+    if changes is not None and not response.is_stream:
         data = changes.shows(await response.read())
         head["content-length"] = str(len(data))
         on_first()
@@ -48,7 +44,7 @@ async def relay(
 async def _until_output(response: EngineAnswer) -> bytes:
     """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
     data = await response.read_some()
-    if not is_stream(response):
+    if not response.is_stream:
         return data
     beginning = Beginning()
     while data and not beginning.over(data):
@@ -73,7 +69,7 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
     try:
         await response.pass_on(push, client.drained)
     except LegFailed as exc:
-        await break_off(client, exc, whole=is_stream(response) and ends_event(last))
+        await break_off(client, exc, whole=response.is_stream and ends_event(last))
 
 
 async def _changed(client: Client, response: EngineAnswer, leg: Leg, data: bytes) -> None:

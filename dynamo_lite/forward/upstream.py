@@ -7,15 +7,15 @@ client, which has a stream reader of its own, a token costs several times as muc
 import asyncio
 import ssl
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Self
-from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.connection import EngineAnswer, UpstreamConnection
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed, LegKind
+from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
 #: Longest time without any byte of an answer once connections to the engine are refused: a server
@@ -56,19 +56,23 @@ class Upstream:
         engine: KnownEngine,
         leg: LegKind,
         method: str,
-        url: str,
+        path: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
+        *,
+        at: _Address | None = None,
     ) -> EngineAnswer:
-        """The answer, of which nothing has come yet. url: with its query, encoded.
+        """The answer, of which nothing has come yet. path: with its query, encoded. at: the address
+        of another server of the engine, which speaks plain HTTP.
 
         Raises LegFailed. The caller closes the answer: `close` drops the connection if the answer
         has not ended, and the engine then aborts the request.
         """
-        host, _, path = url.partition("://")[2].partition("/")
-        place = _address(host), engine.tls if url.startswith("https:") else None
+        place, host = (engine.address, engine.tls), engine.name
+        if at is not None:
+            place, host = (at, None), host_port(*at)
         try:
-            head = _head(method, f"/{path}", host, headers or {}, body)
+            head = _head(method, path, host, headers or {}, body)
         except ValueError as exc:
             raise LegFailed(engine, leg, "broken", str(exc)) from exc
         # A check shall see whether the engine still accepts connections.
@@ -77,11 +81,14 @@ class Upstream:
         bodyless = method == "HEAD"
         return connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
 
-    async def fetch(self, engine: KnownEngine, url: str, *, within_s: float) -> tuple[int, bytes]:
+    async def fetch(
+        self, engine: KnownEngine, path: str, *, within_s: float, at: _Address | None = None
+    ) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                answer = await self.send(engine, "check", "GET", url, {"connection": "close"})
+                close = {"connection": "close"}
+                answer = await self.send(engine, "check", "GET", path, close, at=at)
                 try:
                     page = await answer.read()
                     return answer.status, page
@@ -135,7 +142,7 @@ class Upstream:
                 raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
                 # Other ports of an engine may refuse while it works.
-                is_own = address == engine.options.address
+                is_own = address == engine.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
                     engine.ended()
                     why = "silent, and the engine refuses connections"
@@ -158,14 +165,6 @@ class Upstream:
             idle.remove(connection)
             if not idle:
                 del self._idle[place]
-
-
-@lru_cache(maxsize=4096)
-def _address(host: str) -> _Address:
-    """host: HOST:PORT."""
-    parts = urlsplit(f"//{host}")
-    assert parts.hostname is not None and parts.port is not None
-    return parts.hostname, parts.port
 
 
 def _head(

@@ -113,7 +113,10 @@ class Forwarding:
                 answer = error(501, "NotImplementedError", str(exc))
             except NoWorkers as exc:
                 job.note.no_engine(exc)
-                answer = _no_engine(exc) if failure is None else failure_answer(failure)
+                text = f"{exc}; try again later"
+                answer = error(503, "ServiceUnavailableError", text, RETRY_AFTER)
+                if failure is not None:
+                    answer = failure_answer(failure)
             except LegFailed as exc:
                 failure = exc
                 if self._retries(job, exc):
@@ -184,7 +187,3 @@ class Forwarding:
         if failure.kind != "broken" or job.failed > 1:
             job.tried.decode.add(engine.number)
         return True
-
-
-def _no_engine(why: NoWorkers) -> Answer:
-    return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)
