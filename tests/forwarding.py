@@ -9,13 +9,11 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import KnownEngines
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.http import ForwardServer, reply_of
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.codec import encode
@@ -110,15 +108,13 @@ async def asked_engines(
     prefill: int,
     decode: int,
     https: Certificates | None,
-    cached: tuple[int | None, int | None] = (None, None),
 ) -> dict[str, Any]:
-    """The fields of `Asked` but for the URL. https: of all engines. cached: what prefill and decode
-    engines report."""
+    """The fields of `Asked` but for the URL. https: of all engines."""
     made: dict[str, Any] = {"fleet": Fleet(), "prefill": [], "decode": []}
     tls = None if https is None else server_context(*https.files())
-    for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
+    for role, count in (("prefill", prefill), ("decode", decode)):
         for _ in range(count):
-            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], cached=own, tls=tls)  # type: ignore[arg-type]
+            engine = ScriptedEngine(made["fleet"], role, HANDOVERS[protocol], tls=tls)  # type: ignore[arg-type]
             made[role].append(await stack.enter_async_context(engine))
     made["session"] = await stack.enter_async_context(trusting(https))
     return made
@@ -137,7 +133,6 @@ async def rig(
     *,
     prefill: int = 1,
     decode: int = 1,
-    cached: tuple[int | None, int | None] = (None, None),
     https: Certificates | None = None,
     ca_file: str | None = None,
     on_drop: OnDrop = uncounted,
@@ -145,7 +140,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """https: of all servers. ca_file: of all engines. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
-        made = await asked_engines(stack, protocol, prefill, decode, https, cached)
+        made = await asked_engines(stack, protocol, prefill, decode, https)
         config = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
             engines=tuple(
@@ -159,17 +154,11 @@ async def rig(
             ),
             **options,
         )
-        kind = PROTOCOLS[protocol]
-        engines = KnownEngines(config.engines, kind)
-        upstream = await stack.enter_async_context(Upstream(config.idle_timeout_s))
-        sent = SentPrompts()
-        # Not entered: a test checks the engines when it means to.
-        monitor = EngineMonitor(engines, upstream, config.health_interval_s, sent)
-        placer = Placer(engines, kind, config, sent)
-        parts = ForwardParts(
-            protocol=kind, config=config, placer=placer, upstream=upstream, monitor=monitor
-        )
-        forwarding = await stack.enter_async_context(Forwarding(parts))
+        parts = ForwardParts(config)
+        engines = parts.engines
+        await stack.enter_async_context(parts.upstream)
+        # Its monitor is not entered: a test checks the engines when it means to.
+        forwarding = Forwarding(parts)
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
         tls = None if https is None else server_context(*https.files())
@@ -182,11 +171,11 @@ async def rig(
             **made,
             url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
             engines=engines,
-            upstream=upstream,
-            monitor=monitor,
+            upstream=parts.upstream,
+            monitor=parts.monitor,
             parts=parts,
             forwarding=forwarding,
-            placer=placer,
+            placer=parts.placer,
             server=server,
         )
         await r.check()

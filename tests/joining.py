@@ -4,7 +4,7 @@ the process host of this test's own process, on real servers."""
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -106,7 +106,7 @@ class Cluster:
         environment = ProcessEnvironment()
         if store is not None:
             environment = ProcessEnvironment(open_store=lambda _: nullcontext(store))
-        return self._run(spec, JoinedEngine(asdict(joining), spec), environment)
+        return self._run(spec, JoinedEngine(joining, spec), environment)
 
     async def forwarder(self, **config: Any) -> Running:
         """Its `ready` has the URL."""

@@ -115,11 +115,10 @@ class ScriptedEngine:
         *,
         tokens: int = 4,
         model: str = "m",
-        cached: int | None = None,
         tls: ssl.SSLContext | None = None,
     ):
         self.fleet, self.role, self.handover, self.tls = fleet, role, handover, tls
-        self.tokens, self.model, self.cached = tokens, model, cached
+        self.tokens, self.model = tokens, model
         self.faults: deque[Fault] = deque()
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
@@ -263,10 +262,7 @@ class ScriptedEngine:
         return self.tokens if limit is None else min(limit, self.tokens)
 
     def _usage(self, leg: Leg) -> dict[str, Any]:
-        usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": self._limit(leg)}
-        if self.cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
-        return usage
+        return {"prompt_tokens": 5, "completion_tokens": self._limit(leg)}
 
     def _native(self, leg: Leg) -> list[dict[str, Any]]:
         """SGLang's own answer."""
@@ -477,7 +473,7 @@ async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
             "remote_request_id": name,
             "transfer_mode": "push",
             # Of vLLM's scheduler, whatever the connector.
-            "remote_prefill_cached_tokens": engine.cached or 0,
+            "remote_prefill_cached_tokens": 0,
         }
         return {"kv_transfer_params": answer}
     params = dict(leg.params)

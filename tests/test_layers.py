@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_024,
+    "dynamo_lite/protocol": 2_043,
     "dynamo_lite/runtime": 6_574,
     "dynamo_lite/routing": 1_482,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
     "dynamo_lite/vllm": 6_263,
-    "dynamo_lite/forward": 6_145,
+    "dynamo_lite/forward": 5_306,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_050,
-    "dynamo_lite/cli": 3_063,
-    "tests": 58_751,
+    "dynamo_lite/serve": 6_057,
+    "dynamo_lite/cli": 2_981,
+    "tests": 58_539,
     "tests/simulation": 8_713,
 }
 SLACK = 50

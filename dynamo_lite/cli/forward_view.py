@@ -19,28 +19,6 @@ _Taken = Sequence[tuple[float, int, ForwardDecision]]
 
 _COLUMNS = ("at", "request", "prompt", "how", "prefill", "decode", "status", "outcome", "took")
 
-_ALONE = {
-    "route": "this protocol does not hand over on this route",
-    "n": "it has several sequences",
-    "prompts": "it has several prompts",
-    "echo": "it asks for its prompt back (echo)",
-    "prompt_logprobs": "it asks for logprobs of its prompt",
-    "beam_search": "it asks for beam search",
-    "prompt_embeds": "its prompt is embeddings",
-    "stored_response": "its answer is stored in one engine",
-    "short": "the prompt is short",
-    "cached": "few of its tokens are uncached at the decode engine",
-    "no_prefill_worker": "no prefill engine was usable",
-    "prefill_failed": "the prefill leg had failed",
-    "no_handoff": "the prefill engine handed nothing over",
-}
-_REASONS = {
-    "only": "the only one",
-    "load": "the least load, or its turn",
-    "prefix": "the longest cached prefix",
-    "balance": "the best of prefix and load",
-}
-
 
 def as_json(taken: _Taken) -> list[dict[str, Any]]:
     return [
@@ -75,11 +53,7 @@ def _name(d: ForwardDecision) -> str:
 
 
 def _verdict(d: ForwardDecision) -> str:
-    if d.how == "disaggregated":
-        return "disaggregated: prefill and decode engine"
-    if d.how == "alone":
-        return f"alone, {d.reason}: {_ALONE.get(d.reason, d.reason)}"
-    return "none: no answer was begun"
+    return f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}"
 
 
 def _threshold(d: ForwardDecision) -> str:
@@ -100,9 +74,8 @@ def _attempt(attempt: ForwardAttempt, number: int) -> list[str]:
 
 
 def _choice(choice: LegChoice) -> list[str]:
-    why = _REASONS.get(choice.reason, choice.reason)
     of = f" of {choice.of}" if choice.of > 1 else ""
-    lines = [f"    {choice.leg:<8}  {choice.engine}: {choice.reason}{of} ({why})"]
+    lines = [f"    {choice.leg:<8}  {choice.engine}: {choice.reason}{of}"]
     if choice.of > 1:
         lines += [f"              {_candidate(one)}" for one in choice.candidates]
         hidden = choice.of - len(choice.candidates)
@@ -141,7 +114,7 @@ def _cells(at: float, d: ForwardDecision) -> list[str]:
         as_clock(at),
         _name(d),
         str(d.prompt_tokens),
-        f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}",
+        _verdict(d),
         chosen.get("prefill", "-"),
         chosen.get("decode", "-"),
         str(d.status or "-"),

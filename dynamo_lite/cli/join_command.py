@@ -1,7 +1,7 @@
 """`dynamo-lite join`: registers a stock engine for Forwarders."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,11 +14,10 @@ from dynamo_lite.cli.arguments import (
     Verbose,
 )
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.forwarding import ProtocolName
+from dynamo_lite.protocol.records import LAST_PORT
 
-if TYPE_CHECKING:
-    from dynamo_lite.forward.join import JoinOptions
-
-_ROLES = {"both": "prefill-decode"}
+JoinRole = Literal["prefill", "decode", "prefill-decode", "both"]
 
 
 def join(
@@ -28,19 +27,24 @@ def join(
             help="The engine's OpenAI server, http(s)://HOST:PORT, for Forwarders.",
         ),
     ],
-    role: Annotated[str, typer.Option(help="prefill, decode, or both (prefill-decode).")],
-    protocol: Annotated[
-        str, typer.Option(help="Its handover protocol: nixl, nixl-push, mooncake, sglang, ...")
-    ],
+    role: Annotated[JoinRole, typer.Option(help="both: prefill-decode.")],
+    protocol: Annotated[ProtocolName, typer.Option(help="Its handover protocol.")],
     transfer_host: Annotated[
         str | None, typer.Option(help="Host where the engine hands KV over; default: the URL's.")
     ] = None,
     transfer_port: Annotated[
         int | None,
-        typer.Option(help="Port there (bootstrap server, KVT, MoRIIO); default: the protocol's."),
+        typer.Option(
+            min=1,
+            max=LAST_PORT,
+            help="Port there (bootstrap server, KVT, MoRIIO); default: the protocol's.",
+        ),
     ] = None,
     notify_port: Annotated[
-        int | None, typer.Option(help="Port for MoRIIO's notices; default: the protocol's.")
+        int | None,
+        typer.Option(
+            min=1, max=LAST_PORT, help="Port for MoRIIO's notices; default: the protocol's."
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="Name of its model, if its /v1/models needs a key.")
@@ -97,7 +101,7 @@ def join(
       --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
     from dynamo_lite.cli.listing import find_place
-    from dynamo_lite.forward.join import COMPONENTS, run
+    from dynamo_lite.forward.join import COMPONENTS, JoinOptions, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
     from dynamo_lite.serve.startup_checks import (
@@ -106,17 +110,24 @@ def join(
         check_url_syntax,
     )
 
-    options = _options(
-        url=url,
-        role=_ROLES.get(role, role),
-        protocol=protocol,
-        transfer_host=transfer_host,
-        transfer_port=transfer_port,
-        notify_port=notify_port,
-        model=model,
-        ca_file=ca_file,
-        health_interval_s=health_interval_s,
-    )
+    if protocol == "neuron-static":
+        raise ConfigError(
+            ["--protocol: the engines of neuron-static are listed; use neuron-dynamic"]
+        )
+    try:
+        options = JoinOptions(
+            url=url,
+            role="prefill-decode" if role == "both" else role,
+            protocol=protocol,
+            transfer_host=transfer_host,
+            transfer_port=transfer_port,
+            notify_port=notify_port,
+            model=model,
+            ca_file=ca_file,
+            health_interval_s=health_interval_s,
+        )
+    except ValueError as exc:
+        raise ConfigError([f"join: {exc}"]) from exc
     component = COMPONENTS[options.role]
     place = find_place(state_dir, etcd_url, namespace, certificates, component)
     check_url_syntax(None, place.etcd_url)
@@ -136,36 +147,3 @@ def join(
     )
     level = "DEBUG" if verbose else "INFO"
     raise typer.Exit(run(spec, options, Progress().line, level=level, log_format=log_format))
-
-
-def _options(**given: Any) -> "JoinOptions":
-    """Raises ConfigError with all mistakes."""
-    from dynamo_lite.forward.join import JoinOptions
-    from dynamo_lite.forward.options import ROLES, ProtocolName, parse_engine_url
-    from dynamo_lite.protocol.records import LAST_PORT
-
-    mistakes = [
-        f"--{flag.replace('_', '-')} {given[flag]}: accepted are {', '.join(accepted)}"
-        for flag, accepted in (
-            ("role", (*ROLES, *_ROLES)),
-            ("protocol", get_args(ProtocolName)),
-        )
-        if given[flag] not in accepted
-    ]
-    mistakes += [
-        f"--{flag.replace('_', '-')} {given[flag]}: expected 1 to {LAST_PORT}"
-        for flag in ("transfer_port", "notify_port")
-        if given[flag] is not None and not 0 < given[flag] <= LAST_PORT
-    ]
-    if given["protocol"] == "neuron-static":
-        mistakes.append("--protocol: the engines of neuron-static are listed; use neuron-dynamic")
-    try:
-        parse_engine_url(given["url"])
-    except ValueError as exc:
-        mistakes.append(f"--url: {exc}")
-    if mistakes:
-        raise ConfigError(mistakes)
-    try:
-        return JoinOptions(**given)
-    except ValueError as exc:
-        raise ConfigError([str(exc)]) from exc

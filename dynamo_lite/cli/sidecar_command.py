@@ -1,6 +1,6 @@
 """`dynamo-lite sidecar`: a server beside one stock decode engine."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -8,29 +8,18 @@ from dynamo_lite.cli.arguments import LogLines, Verbose
 from dynamo_lite.protocol.errors import ConfigError
 
 #: Their engines learn each other's addresses from both legs, or from an answer.
-PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
-_STAGES = ("prefiller", "decoder")
+SidecarProtocol = Literal["nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write"]
 
 
 def sidecar(
     decode: Annotated[
         str, typer.Option(metavar="URL", help="The decode engine's server.")
     ] = "http://127.0.0.1:8200",
-    protocol: Annotated[
-        str, typer.Option(metavar="NAME", help=f"How KV is handed over: {', '.join(PROTOCOLS)}.")
-    ] = "nixl",
+    protocol: Annotated[SidecarProtocol, typer.Option(help="How KV is handed over.")] = "nixl",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 in a pod.")
     ] = "127.0.0.1",
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Data-parallel ranks: the decode engine's rank r listens r ports above --decode,"
-            " and is served r ports above --port.",
-        ),
-    ] = 1,
     allow_prefiller: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,9 +28,6 @@ def sidecar(
             " (default: private and loopback addresses)",
         ),
     ] = None,
-    prefiller_choice: Annotated[
-        Literal["first", "random"], typer.Option(help="Which one of several that a request names.")
-    ] = "first",
     prefill_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="Longest time of a whole prefill leg, in seconds.")
     ] = 120.0,
@@ -66,14 +52,6 @@ def sidecar(
         str | None,
         typer.Option(help="PEM file of the engines' authorities. (default: the system's)"),
     ] = None,
-    insecure_skip_verify: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="|".join(_STAGES),
-            help="Engines whose certificates are not checked: an attacker in between can read and"
-            " change everything. May be repeated.",
-        ),
-    ] = None,
     max_body_bytes: Annotated[
         int, typer.Option(min=1, help="Largest body of a request, in bytes.")
     ] = 32 << 20,
@@ -88,8 +66,8 @@ def sidecar(
 ) -> None:
     """Stand beside one stock decode engine, and hand prompts to prefill engines.
 
-    Each request names its prefill engine in `x-prefiller-host-port: HOST:PORT` (a list, or
-    repeated: one is chosen). That engine computes the prompt; the decode engine goes on with
+    Each request names its prefill engine in `x-prefiller-host-port: HOST:PORT` (of several the
+    first healthy one is taken). That engine computes the prompt; the decode engine goes on with
     its KV. Without the header, or when the prefill engine fails, the decode engine does all.
     Routes that generate nothing pass through as they are. `/health`, `/live` and `/ready`
     are its own. It needs neither etcd nor NATS.
@@ -108,34 +86,24 @@ def sidecar(
     """
     from dynamo_lite.forward.named import PRIVATE
     from dynamo_lite.forward.options import (
+        EngineOptions,
         ForwarderConfig,
         SidecarConfig,
-        decode_engines,
-        trusted_engine,
     )
     from dynamo_lite.forward.sidecar import run
 
-    unverified = set(insecure_skip_verify or ())
-    if wrong := unverified.difference(_STAGES):
-        raise ConfigError([f"--insecure-skip-verify {min(wrong)}: expected {' or '.join(_STAGES)}"])
-    if protocol not in PROTOCOLS:
-        names = ", ".join(PROTOCOLS)
-        raise ConfigError([f"sidecar: --protocol {protocol}: expected one of {names}"])
-    given: Any = protocol
     try:
-        decoder = trusted_engine(
-            ca_file,
-            "decoder" in unverified,
+        decoder = EngineOptions(
             url=decode,
             role="decode",
             transfer_host=transfer_host,
+            ca_file=ca_file if decode.startswith("https:") else None,
         )
-        prefillers = trusted_engine(
-            ca_file,
-            "prefiller" in unverified,
+        prefillers = EngineOptions(
             url=f"{'https' if prefiller_https else 'http'}://localhost:1",
             role="prefill",
             transfer_port=transfer_port,
+            ca_file=ca_file if prefiller_https else None,
         )
         config = SidecarConfig(
             forwarder=ForwarderConfig(
@@ -143,15 +111,14 @@ def sidecar(
                 port=port,
                 tls_cert=tls_cert,
                 tls_key=tls_key,
-                protocol=given,
-                engines=decode_engines(decoder, ranks),
+                protocol=protocol,
+                engines=(decoder,),
                 prefill_timeout_s=prefill_timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 max_body_bytes=max_body_bytes,
             ),
             prefillers=prefillers,
             allowed=_split(allow_prefiller) or PRIVATE,
-            choice=prefiller_choice,
             metrics_port=metrics_port,
         )
     except ValueError as exc:

@@ -4,32 +4,31 @@ An engine aborts a request whose connection is closed before the end of its answ
 """
 
 import asyncio
-import math
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
 from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import EnginePlacement, Places, Tried
-from dynamo_lite.forward.protocols.base import ForwardProtocol, HandoverAttempt, Leg, PrefillAnswer
+from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
+from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import prefill_answer
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
-from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
+from dynamo_lite.runtime.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -38,20 +37,39 @@ _RETRIED = frozenset({500, 502, 503, 504})
 #: How long after its prefill leg a decode leg that is not streamed depends on the prefill engine.
 #: Its first byte comes only after all tokens, so it does not tell when the KV has arrived.
 _WHOLE_S = 60.0
+#: How long a decode engine gets to take over a request after its client has disconnected.
+_LET_GO_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardParts:
-    """What all attempts use."""
+    """What all attempts use. Its owner enters `upstream` and `monitor`. by_load: whether engines
+    are chosen, and not named by clients."""
 
-    protocol: ForwardProtocol
-    config: ForwarderConfig
-    placer: Places
-    upstream: Upstream
-    monitor: EngineMonitor
-    stats: ForwardStats = field(default_factory=ForwardStats)
-    #: Work that is still done for requests that have ended; the workflow ends it.
-    over: OwnedTasks = field(default_factory=OwnedTasks)
+    def __init__(self, config: ForwarderConfig, *, by_load: bool = True):
+        self.config, self.protocol = config, PROTOCOLS[config.protocol]
+        self.stats, sent = ForwardStats(), SentPrompts()
+        self.engines = engines = KnownEngines(config.engines, self.protocol)
+        self.upstream = upstream = Upstream(config.idle_timeout_s)
+        followed = sent if by_load else None
+        self.monitor = EngineMonitor(engines, upstream, config.health_interval_s, followed)
+        self.placer = Placer(engines, config, sent)
+
+    def facts(self) -> dict[str, Any]:
+        """For `/health`."""
+        engines = self.engines.all
+        return {
+            "ok": any(engine.decodes and engine.usable for engine in engines),
+            "protocol": self.protocol.name,
+            "engines": {
+                engine.name: {
+                    "role": engine.options.role,
+                    "trouble": engine.trouble or engine.misfit,
+                    **({"lease": engine.lease} if engine.lease else {}),
+                }
+                for engine in engines
+            },
+            "requests": self.stats.in_flight,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +87,8 @@ class ForwardJob:
 
 
 class RequestAttempt:
-    """Async context manager: at its end all legs are closed and all tasks have ended, but for a leg
-    that was left open. ids: None without a prefill leg."""
+    """Async context manager: at its end all legs are closed and all tasks have ended. ids: None
+    without a prefill leg."""
 
     def __init__(
         self,
@@ -80,16 +98,16 @@ class RequestAttempt:
         ids: HandoverAttempt | None,
     ):
         self.parts, self.job, self.placement = parts, job, placement
+        #: Whether a decode engine that has not answered yet gets a moment at the end: it then takes
+        #: the request over, and tells the prefill engine that the KV is not needed. Otherwise the
+        #: blocks stay reserved until a lease ends.
+        self.lets_go = False
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
         self._tasks: list[asyncio.Task[Any]] = []
-        self._left_open = False
-        #: Fails when the decode engine would wait for the prefill engine's KV in vain: the rest of
-        #: a streamed prefill leg has failed, or the engine has ended. None: it depends on neither.
-        self._trouble: asyncio.Future[None] | None = None
-        #: The time limit of the rest of a streamed prefill leg, while it is read.
-        self._rest_limit: asyncio.Timeout | None = None
+        #: Why the decode engine would wait for the prefill engine's KV in vain.
+        self._vain: LegFailed | Final | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -105,34 +123,33 @@ class RequestAttempt:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object, why: BaseException | None, __: object) -> None:
+        failed = why if isinstance(why, LegFailed) else None
         self._close()
         try:
             # A cancel is raised when they have ended.
             await end_tasks(*self._tasks)
         finally:
             self._close()
-            for task in (*self._tasks, self._trouble):
-                if task is not None and task.done() and not task.cancelled():
+            for task in self._tasks:
+                if task.done() and not task.cancelled():
                     task.exception()  # else asyncio would report a second failure as unread
-            for taken in self._taken.values():
-                self.job.note.leg_ends(taken)
+            for kind, taken in self._taken.items():
+                how = failed.kind if failed is not None and failed.leg == kind else ""
+                self.job.note.leg_ends(taken, how)
 
     def _close(self) -> None:
-        self.handed_over()
+        self._independent()
         for kind, response in self._responses.items():
-            if not (self._left_open and kind == "decode"):
+            if self.lets_go and kind == "decode":
+                response.let_go(_LET_GO_S)
+            else:
                 response.close()
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(coro, name=name)
         self._tasks.append(task)
         return task
-
-    def leave_open(self, decoding: "asyncio.Task[EngineAnswer]") -> None:
-        """The decode leg outlives the attempt; the caller ends it."""
-        self._tasks.remove(decoding)
-        self._left_open = True
 
     def begins(self, how: str, reason: str = "") -> None:
         """The client gets its first byte."""
@@ -143,53 +160,35 @@ class RequestAttempt:
         """The engine has computed, or received, the prompt."""
         self.parts.placer.sent(engine, self.placement)
 
-    async def open(self, engine: KnownEngine, kind: LegKind, request: Leg | bytes) -> EngineAnswer:
+    async def open(
+        self, engine: KnownEngine, kind: LegKind, leg: Leg | None = None
+    ) -> EngineAnswer:
         """Returns the head of a successful answer, without the leg's hidden id. Raises LegFailed,
         and Final with the engine's answer for a 4xx, and for any error on a route that is passed
-        on. request: as bytes, the client's own."""
-        note = self.job.note
+        on. leg: None: the client's own body and headers."""
+        incoming, note, prefill = self.job.incoming, self.job.note, kind == "prefill"
         taken = self._taken[kind] = note.leg_begins(kind, engine.name)
+        data = self.job.request.data if leg is None else msgspec.json.encode(leg.body)
+        leg = leg or Leg({})
+        head = headers.for_leg(incoming.headers, leg.headers)
         try:
-            if isinstance(request, Leg):
-                data, own = msgspec.json.encode(request.body), request.headers
-                response = await self._open(engine, kind, data, own, request.hidden)
-            else:
-                response = await self._open(engine, kind, request or None, {}, None)
-        except (Final, LegFailed) as exc:
-            taken.status = exc.answer.status if exc.answer is not None else 0
-            note.leg_ends(taken, exc.kind if isinstance(exc, LegFailed) else "")
-            raise
-        note.head_came(taken, response.status)
-        return response
-
-    async def _open(
-        self,
-        engine: KnownEngine,
-        kind: LegKind,
-        data: bytes | None,
-        own: Mapping[str, str],
-        hidden: tuple[str, str] | None,
-    ) -> EngineAnswer:
-        """own: headers that replace the client's. hidden: of `Leg`."""
-        incoming, prefill = self.job.incoming, kind == "prefill"
-        url, head = f"{engine.base}{incoming.path}", headers.for_leg(incoming.headers, own)
-        try:
-            response = await self.parts.upstream.open(
-                engine, kind, incoming.method, url, head, data
+            response = self._responses[kind] = await self.parts.upstream.send(
+                engine, kind, incoming.method, incoming.path, head, data or None
             )
+            if self._vain is not None:
+                response.fail(self._vain)
+            await response.head()
         except LegFailed as exc:
             self.parts.monitor.lost(engine, exc)
             raise
-        self._responses[kind] = response
-        if hidden is not None:
-            headers.hide(response.headers, *hidden)
         status = response.status
+        note.head_came(taken, status)
+        if leg.hidden is not None:
+            headers.hide(response.headers, *leg.hidden)
         if status < 300 or (status < 400 and not prefill):
             return response
-        body, head = await response.read(), headers.to_client(response.headers)
-        if hidden is not None:
-            found, shown = hidden
-            body = body.replace(found.encode(), shown.encode())
+        body, head = leg.shows(await response.read()), headers.to_client(response.headers)
+        if leg.hidden is not None:
             head["content-length"] = str(len(body))
         answer = Answer(status, head, body)
         if 400 <= status < 500:
@@ -200,119 +199,68 @@ class RequestAttempt:
 
     async def prefilled(self, *, streams: bool = False) -> PrefillAnswer:
         """The whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped, and `all` notices when it fails. Raises LegFailed, Final."""
-        leg = self.parts.protocol.prefill(self.job.request.body, self.ids)
-        try:
-            answer = await self._prefilled(leg, streams)
-        except LegFailed as exc:
-            self.job.note.leg_ends(self._taken["prefill"], exc.kind)
-            raise
-        if not streams:
-            self.job.note.leg_ends(self._taken["prefill"])
-        return answer
-
-    async def _prefilled(self, leg: Leg, streams: bool) -> PrefillAnswer:
-        engine = self.prefill
+        and dropped, and the decode leg fails with it. Raises LegFailed, Final."""
+        leg, engine = self.parts.protocol.prefill(self.job.request.body, self.ids), self.prefill
         deadline = asyncio.get_running_loop().time() + self.parts.config.prefill_timeout_s
-        with self._in_time():
+        try:
             async with asyncio.timeout_at(deadline):
                 response = await self.open(engine, "prefill", leg)
                 if streams:
-                    self._depends()
                     self.start(self._read_out(response, deadline), "rest of the prefill leg")
                     return PrefillAnswer()
                 data = await response.read()
-        try:
+            self.job.note.leg_ends(self._taken["prefill"])
             return prefill_answer(data)
+        except TimeoutError as exc:
+            raise self._late() from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
 
     async def _read_out(self, response: EngineAnswer, deadline: float) -> None:
-        """deadline: of the whole leg, in the loop's time."""
+        """deadline: of the whole leg, in the loop's time, unless the client has a part of the
+        decode leg then: to close this one would abort sequences whose KV is not handed over yet."""
+        late = asyncio.get_running_loop().call_at(deadline, self._in_vain, self._late())
         try:
-            with self._in_time():
-                async with asyncio.timeout_at(deadline) as self._rest_limit:
-                    reader = EventReader(response)
-                    while await reader.next_without_error():
-                        pass
+            reader = EventReader(response)
+            while await reader.next_without_error():
+                pass
         except (LegFailed, Final) as exc:
             self._in_vain(exc)
         finally:
-            self._rest_limit = None
+            late.cancel()
             response.close()  # else it would stay open as long as the decode leg
 
-    def lift_prefill_limit(self) -> None:
-        """The rest of a streamed prefill leg may last as long as the request. To close it would
-        abort the sequences whose KV the decode engine does not have yet."""
-        if self._rest_limit is not None and not self._rest_limit.expired():
-            self._rest_limit.reschedule(None)
-
     def stays(self, ends: int, *, streams: bool) -> None:
-        """After a prefill leg, until `handed_over`: `all` and `watched` fail if the prefill engine
-        ends, or another process than the one with the `engine_ids` of this attempt is found at its
-        address. The decode engine would wait for its KV until a timeout.
+        """After a prefill leg: the decode leg fails if the prefill engine ends before the decode
+        engine has answered, which would wait for the KV until a timeout.
 
         ends: the engine's before the leg. streams: whether the decode leg is streamed.
         """
-        self._depends()
-        self._look(ends, math.inf if streams else asyncio.get_running_loop().time() + _WHOLE_S)
+        engine = self.prefill
+        if engine.ends != ends:
+            return self._prefill_ended()
+        engine.on_end.add(self._prefill_ended)
+        if not streams:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WHOLE_S, self._independent)
 
-    def _look(self, ends: int, until: float) -> None:
-        """By a timer: the end of a task would have to be waited for in every request."""
-        loop, engine = asyncio.get_running_loop(), self.prefill
-        if engine.ends != ends or engine.replaced(self.ids.prefill.engine_ids):
-            text = "the engine has ended or was restarted before its KV was taken over"
-            self._in_vain(LegFailed(engine, "prefill", "unpaired", text))
-        elif loop.time() < until:
-            # Not at once: most handovers do not last that long.
-            if self._timer is not None and not engine.followed:
-                self.parts.monitor.look(engine)
-            again = partial(self._look, ends, until)
-            self._timer = loop.call_later(self.parts.config.health_interval_s, again)
+    def _prefill_ended(self) -> None:
+        text = "the engine has ended or was restarted before its KV was taken over"
+        self._in_vain(LegFailed(self.prefill, "prefill", "unpaired", text))
 
-    def handed_over(self) -> None:
-        """The decode engine has answered, so it does not wait for the prefill engine any more."""
+    def _independent(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-    def _depends(self) -> None:
-        if self._trouble is None:
-            self._trouble = asyncio.get_running_loop().create_future()
+        if self.placement.prefill is not None:
+            self.placement.prefill.on_end.discard(self._prefill_ended)
 
     def _in_vain(self, why: LegFailed | Final) -> None:
-        if self._trouble is not None and not self._trouble.done():
-            self._trouble.set_exception(why)
+        """Ends the decode leg, unless the client has a part of it."""
+        self._vain = why
+        response = self._responses.get("decode")
+        if response is not None and not response.shown:
+            response.fail(why)
 
-    async def all(self, *tasks: asyncio.Task[Any]) -> None:
-        """Returns when all have succeeded. The first failure is raised, without waiting for others,
-        as is one of the prefill engine that makes the decode engine wait in vain."""
-        pending: set[asyncio.Future[Any]] = set(tasks)
-        while pending:
-            if self._trouble is not None and self._trouble.done():
-                self._trouble.result()
-            others = set() if self._trouble is None else {self._trouble}
-            done, _ = await asyncio.wait(pending | others, return_when=asyncio.FIRST_COMPLETED)
-            pending -= done
-            for task in tasks:  # in the order of the arguments: of two the first one counts
-                if task in done:
-                    task.result()
-
-    async def watched(self, coro: Coroutine[Any, Any, T], name: str) -> T:
-        """What a part of the decode leg returns. Raises what it raises, and LegFailed as `all`."""
-        if self._trouble is None:
-            return await coro
-        reading = self.start(coro, name)
-        try:
-            await self.all(reading)
-        finally:
-            await end_tasks(reading)
-        return reading.result()
-
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Turns the timeout of a prefill leg into LegFailed."""
-        try:
-            yield
-        except TimeoutError as exc:
-            detail = f"no whole answer within {self.parts.config.prefill_timeout_s:g} s"
-            raise LegFailed(self.prefill, "prefill", "timeout", detail) from exc
+    def _late(self) -> LegFailed:
+        detail = f"no whole answer within {self.parts.config.prefill_timeout_s:g} s"
+        return LegFailed(self.prefill, "prefill", "timeout", detail)

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.forward.named import NOTHING, Named
+from dynamo_lite.forward.client import error
+from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
@@ -24,6 +25,8 @@ from dynamo_lite.forward.protocols.base import (
 )
 from dynamo_lite.forward.protocols.one_token import plain
 
+#: More sequences in one request than any engine runs.
+MAX_SEQUENCES = 4096
 #: Only a forwarder may set these: with them a client could make an engine read from a foreign
 #: host, or end its process (vLLM 0.32 fails assertions on them).
 _OURS = ("kv_transfer_params", "ec_transfer_params")
@@ -46,13 +49,6 @@ class MalformedBody(Exception):
     """Not a JSON object. The engine's own error text explains it better."""
 
 
-class TooDeep(Exception):
-    """Nested deeper than can be read here, so forbidden fields could not be removed.
-
-    It must reach no engine: an engine's parser may read deeper.
-    """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
     """A client's request to generate."""
@@ -70,8 +66,6 @@ class ClientRequest:
     sequences: int = 1
     stream: bool = False
     removed: tuple[str, ...] = ()
-    #: Engines that the client's headers name.
-    named: Named = NOTHING
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -81,14 +75,15 @@ def _not_too_deep() -> Iterator[None]:
     try:
         yield
     except RecursionError as exc:
-        raise TooDeep from exc
+        # Forbidden fields could not be removed. An engine's parser may read deeper.
+        raise Final(error(400, "BadRequestError", "the body is nested too deeply")) from exc
 
 
 @_not_too_deep()
 def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     """The body without the fields that only a forwarder may set, also as bytes, and their names.
 
-    Raises TooDeep, and MalformedBody when no JSON parser would accept it.
+    Raises Final, and MalformedBody when no JSON parser would accept it.
     """
     body = _parse(data)
     removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
@@ -108,10 +103,13 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
 
 
 @_not_too_deep()
-def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
-    """Raises MalformedBody, TooDeep."""
+def read(route: str, data: bytes) -> ClientRequest:
+    """Raises MalformedBody, Final."""
     body, clean, removed = sanitized(data)
     sequences, batch = _sequences(route, body)
+    if sequences > MAX_SEQUENCES:
+        text = f"{sequences} sequences in one request; at most {MAX_SEQUENCES}"
+        raise Final(error(400, "BadRequestError", text))
     return ClientRequest(
         route=route,
         body=body,
@@ -121,7 +119,6 @@ def read(route: str, data: bytes, named: Named = NOTHING) -> ClientRequest:
         sequences=sequences,
         stream=_set(body.get("stream")),
         removed=removed,
-        named=named,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
     )
 

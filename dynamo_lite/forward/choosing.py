@@ -68,6 +68,8 @@ class EngineChooser:
 
     def took(self, choice: LegChoice) -> None:
         """The engine has its turn."""
+        if choice.of == 1:
+            return
         self._turn += 1
         self._turns[choice.leg, choice.engine] = self._turn
 

@@ -10,7 +10,6 @@ from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.rewriting import ParamsBlanker
 
 #: How long a client has to read the rest of an answer that broke off.
@@ -34,8 +33,8 @@ class Incoming:
     headers: CIMultiDict[str]
     #: Of `headers.client_id`.
     client_id: str
-    #: Engines that its headers name; only a sidecar follows them.
-    named: Named = NOTHING
+    #: Prefill engines that its header names; only a sidecar follows it.
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

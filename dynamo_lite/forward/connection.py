@@ -22,10 +22,6 @@ _MAX_HEAD_BYTES = 64 << 10
 _BUFFER_BYTES = 64 << 10
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
-#: Longest time without any byte of an answer once connections to the engine are refused: a server
-#: that ends may leave requests hanging.
-LEFT_S = 10.0
-_NO_BODY = frozenset({204, 304})
 
 #: Takes arrived bytes at once. Returns whether it has room for more.
 Push = Callable[[bytes], bool]
@@ -69,14 +65,15 @@ class EngineAnswer:
         self._push: Push | None = None
         self._full = False
         self._idle_s = idle_s
-        self._left = False
+        #: Ends it, although it has not begun.
+        self._letting_go: asyncio.TimerHandle | None = None
         self.touched = self._loop.time()
         self._timer = self._loop.call_later(idle_s, self._look_idle)
 
     @property
-    def content_type(self) -> str:
-        """Without parameters, in lower case."""
-        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+    def is_stream(self) -> bool:
+        content_type = self.headers.get("content-type", "").partition(";")[0]
+        return content_type.strip().lower() == "text/event-stream"
 
     async def head(self) -> None:
         while not self.begun:
@@ -124,10 +121,19 @@ class EngineAnswer:
         if not self._ended:
             self.lost("closed here")
 
+    def let_go(self, within_s: float) -> None:
+        """Closes it when its head has come, at the latest after this time."""
+        if self.begun or self._error is not None:
+            self.close()
+        elif self._letting_go is None:
+            self._letting_go = self._loop.call_later(within_s, self.close)
+
     # Called by the connection.
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
+        if self._letting_go is not None:
+            self.close()
         self._wake()
 
     def feed(self, data: bytes) -> None:
@@ -164,27 +170,6 @@ class EngineAnswer:
         """Fails, and breaks the connection."""
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
         self._connection.abort()
-
-    def left(self) -> None:
-        """The engine accepts no connections any more. The answer continues while bytes arrive."""
-        if not (self._left or self._ended):
-            self._left, self._idle_s = True, min(LEFT_S, self._idle_s)
-            self.touched = self._loop.time()
-            self._timer.cancel()
-            self._look_idle()
-
-    def give_up(self, why: str) -> bool:
-        """Breaks the connection unless a part of the answer was shown. Returns whether it did."""
-        if self.shown or self._ended or self._error is not None:
-            return False
-        self.lost(why)
-        return True
-
-    def until_closed(self) -> bool:
-        """Whether the end of the connection is the end of this answer."""
-        if not self.begun or self.status in _NO_BODY or "content-length" in self.headers:
-            return False
-        return "chunked" not in self.headers.get("transfer-encoding", "").lower()
 
     def _take(self) -> bytes:
         parts, self._parts = self._parts, []
@@ -228,11 +213,7 @@ class EngineAnswer:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look_idle)
             return
-        why = f"nothing for {self._idle_s:g} s"
-        if self._left:
-            self.lost(f"{why}, and the engine refuses connections")
-        else:
-            self.lost(why, "timeout")
+        self.lost(f"nothing for {self._idle_s:g} s", "timeout")
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -254,7 +235,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
-        self._tls = self._eof = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -305,7 +285,6 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("ssl_object") is not None
         notice_a_lost_host(transport.get_extra_info("socket"), _LOST_HOST_S)
 
     def data_received(self, data: bytes) -> None:
@@ -324,19 +303,12 @@ class UpstreamConnection(asyncio.Protocol):
         if self._unasked:
             self.abort()
 
-    def eof_received(self) -> None:
-        self._eof = True
-
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if answer is not None:
-            # TLS may be closed without notice, and then drops the bytes that were not read yet.
-            if exc is None and answer.until_closed() and (self._eof or not self._tls):
-                answer.end()
-            else:
-                answer.lost("closed before the end of the answer")
+            answer.lost("closed before the end of the answer")
         self._on_lost(self)
 
     # httptools

@@ -34,17 +34,10 @@ class RequestNote:
     def __init__(self, route: str, client_id: str, config: ForwarderConfig):
         self._at = time.monotonic()
         self.message = ForwardDecision(
-            request_id="",
             ids=[client_id] if client_id else [],
-            age_s=0.0,
             route=route,
             protocol=config.protocol,
-            prompt_tokens=0,
-            cached_tokens=0,
             max_local_prefill_length=config.max_local_prefill_length,
-            how="",
-            reason="",
-            attempts=[],
         )
 
     @property

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, Unused
-from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.options import ROLES, EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import Placer
+from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.engines import KnownEngine, Unused
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.members.roster import Roster
@@ -63,35 +62,25 @@ def _options(record: EndpointRecord, config: ForwarderConfig) -> EngineOptions |
     if engine.protocol != protocol:
         trouble = f"it speaks {engine.protocol}, and this Forwarder {protocol}"
         return Unused(engine.role, "protocol", trouble)
-    if engine.role not in ROLES:
-        trouble = f"its role {engine.role!r} is unknown here; known: {', '.join(ROLES)}"
-        return Unused(engine.role, "role", trouble)
     given = msgspec.structs.asdict(engine)
     del given["protocol"]
     if engine.url.startswith("https://"):
         given["ca_file"] = config.joined_ca_file
     try:
-        options = EngineOptions(**given)
+        options = msgspec.convert(given, EngineOptions)
         options.transfer_address(protocol)
     except ValueError as exc:
-        return Unused(engine.role, "address", str(exc))
+        return Unused(engine.role, "options", str(exc))
     return options
 
 
 class Discovery:
     """roster: entered; it calls this for each change."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        engines: KnownEngines,
-        monitor: EngineMonitor,
-        placer: Placer,
-        config: ForwarderConfig,
-    ):
-        self._roster, self._engines = roster, engines
-        self._monitor, self._placer, self._config = monitor, placer, config
-        self._listed = tuple(engine.name for engine in engines.all)
+    def __init__(self, roster: Roster, parts: ForwardParts):
+        self._roster, self._engines, self._config = roster, parts.engines, parts.config
+        self._monitor, self._placer = parts.monitor, parts.placer
+        self._listed = tuple(engine.name for engine in parts.engines.all)
         self._joined: dict[str, KnownEngine] = {}
         roster.on_change(lambda *_: self._update())
         self._update()

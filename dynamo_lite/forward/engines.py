@@ -28,8 +28,6 @@ _EMPTY = (
 )
 #: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
 MISFIT_S = 60.0
-#: How long an engine that is not checked gets no leg after it has refused one, or was late.
-AVOIDED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +56,17 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
-    #: When its last check has ended, in the loop's time.
-    checked_at: float = -math.inf
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.
     heard_at: float = 0.0
-    #: How often it was found to have ended: it refused a connection, or had fallen silent.
+    #: How often it was found to have ended: it refused a connection, had fallen silent, or another
+    #: process was at its address.
     ends: int = 0
-    #: Whether it is checked all the time. Else it is checked while a handover waits for it.
-    followed: bool = True
+    #: Called when it is found again.
+    on_end: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    #: Until when it is known, in the loop's time, unless a client names it again.
+    named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.
@@ -83,8 +82,6 @@ class KnownEngine:
     misfit: str = ""
     #: When that was found, or tried again.
     misfit_at: float = 0.0
-    #: When a leg was refused or late.
-    avoided_at: float = -math.inf
     #: Prefill legs in a row that have handed nothing over.
     empty_legs: int = 0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
@@ -92,7 +89,7 @@ class KnownEngine:
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
     #: HOST:PORT.
     name: str = field(init=False)
-    base: str = field(init=False)
+    address: tuple[str, int] = field(init=False)
     #: How its certificate is checked; None: it speaks plain HTTP.
     tls: ssl.SSLContext | None = field(init=False)
     #: Where its side of the handover listens.
@@ -101,9 +98,8 @@ class KnownEngine:
     _identities: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
     def __post_init__(self) -> None:
-        host, port = self.options.address
-        self.name = host_port(host, port)
-        self.base = f"{'https' if self.options.secure else 'http'}://{self.name}"
+        self.address = self.options.address
+        self.name = host_port(*self.address)
         self.tls = engine_tls(self.options)
         self.transfer_address = self.options.transfer_address(self.protocol.name)
 
@@ -141,10 +137,6 @@ class KnownEngine:
         if self.misfit and time.monotonic() - self.misfit_at < MISFIT_S:
             return False
         return bool(self.engine_ids) or not self.protocol.query_path
-
-    @property
-    def avoided(self) -> bool:
-        return time.monotonic() - self.avoided_at < AVOIDED_S
 
     @property
     def peer(self) -> Peer:
@@ -185,19 +177,16 @@ class KnownEngine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
-        self.engine_ids, self.misfit, self.empty_legs = {}, "", 0
+        self.misfit, self.empty_legs = "", 0
 
     def asked(self) -> None:
         """It gets a prefill leg. If this one is a try, others go on without the engine."""
         if self.misfit:
             self.misfit_at = time.monotonic()
-        if self.avoided_at > -math.inf:
-            self.avoided_at = time.monotonic()
 
     def answered(self, misfit: str) -> bool:
         """A prefill leg has ended. Returns whether it gets no others from now on."""
         known, self.misfit, self.misfit_at = self.misfit, misfit, time.monotonic()
-        self.avoided_at = -math.inf
         return bool(misfit) and not known
 
     def handed_nothing(self) -> bool:
@@ -220,10 +209,16 @@ class KnownEngine:
             self._identities.remove(identity)
         self._identities.append(identity)
 
-    def replaced(self, ids: Mapping[int, str]) -> bool:
-        """Whether another process than the one with these `engine_ids` is known to be at its
-        address. Ranks that are not known now tell nothing: the engine may be starting."""
-        return any(self.engine_ids.get(rank, one) != one for rank, one in ids.items())
+    def ended(self) -> None:
+        self.ends += 1
+        for react in tuple(self.on_end):
+            react()
+
+    def has_ids(self, ids: dict[int, str]) -> None:
+        """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
+        before, self.engine_ids = self.engine_ids, ids
+        if any(before.get(rank, one) != one for rank, one in ids.items()):
+            self.ended()
 
     def reported(self, load: StockEngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)
@@ -254,28 +249,24 @@ def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
     if not options.secure:
         return None
     option = f"{options.url}: ca-file"
-    return check_trust(options.ca_file, option, unverified=options.unverified)
+    return check_trust(options.ca_file, option)
 
 
-def check_trust(ca_file: str | None, option: str, *, unverified: bool = False) -> ssl.SSLContext:
+def check_trust(ca_file: str | None, option: str) -> ssl.SSLContext:
     """How certificates of engines are checked. option: where the file of authorities is named.
 
     Raises ConfigError when the file cannot be read or is invalid.
     """
     try:
-        return _tls(ca_file, unverified)
+        return _tls(ca_file)
     except ConfigError as exc:
         raise ConfigError([one.replace("ca=", f"{option}=", 1) for one in exc.mistakes]) from exc
 
 
 @lru_cache(maxsize=64)
-def _tls(ca_file: str | None, unverified: bool) -> ssl.SSLContext:
+def _tls(ca_file: str | None) -> ssl.SSLContext:
     """Files are read once per process: loading the system's authorities takes a while."""
-    context = TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
-    if unverified:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +285,13 @@ class KnownEngines:
         self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by name and lease.
         self.unused: dict[tuple[str, str], Unused] = {}
-        self._protocol = protocol
+        self.protocol = protocol
         self._numbers = itertools.count()
         for one in options:
             self.add(one)
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
-        engine = KnownEngine(next(self._numbers), options, self._protocol, lease=lease, model=model)
+        engine = KnownEngine(next(self._numbers), options, self.protocol, lease=lease, model=model)
         self.all = (*self.all, engine)
         return engine
 

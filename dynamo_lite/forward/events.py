@@ -26,43 +26,31 @@ _ERROR_TYPE = (b"event: error\n", b"event: error\r\n")
 _TYPES = frozenset({"response.created", "response.in_progress", "message_start"})
 #: One of these is in each event without output, so that no other event is parsed.
 _MARKS = (b'"role"', b'"response.created"', b'"response.in_progress"', b'"message_start"')
-#: JSON contains no raw CR, so it is a line end.
-_LONE_CR = re.compile(rb"\r[^\n]")
 
 
 class EventCutter:
     """Cuts a stream of server-sent events at their ends. No byte is changed."""
 
     def __init__(self) -> None:
-        #: Bytes of the incomplete event.
-        self.size = 0
-        #: An incomplete event, in the pieces in which it has come.
-        self._parts: list[bytes] = []
-        #: The last bytes of these pieces. The line breaks may come in several pieces.
-        self._tail = b""
+        #: An incomplete event.
+        self.held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
         """The whole events so far; an incomplete one is kept."""
-        end = _end(data) or _end(self._tail + data[:2]) - len(self._tail)
-        if end <= 0:
-            self._keep(data)
-            return b""
-        self._parts.append(data[:end])
-        events = self.flush()
-        self._keep(data[end:])
+        # A blank line may come in pieces. What was kept has none.
+        start = max(0, len(self.held) - len(_LF_END))
+        self.held += data
+        lf, crlf = self.held.rfind(_LF_END, start), self.held.rfind(_CRLF_END, start)
+        end = crlf + len(_CRLF_END) if crlf > lf else lf + len(_LF_END) if lf >= 0 else 0
+        events = bytes(self.held[:end])
+        del self.held[:end]
         return events
 
     def flush(self) -> bytes:
         """What is left at the end of the stream."""
-        parts, self._parts, self.size, self._tail = self._parts, [], 0, b""
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _keep(self, data: bytes) -> None:
-        if not data:
-            return
-        self._parts.append(data)
-        self._tail = (self._tail + data[-2:])[-2:]
-        self.size += len(data)
+        data = bytes(self.held)
+        self.held.clear()
+        return data
 
 
 def split(events: bytes) -> list[bytes]:
@@ -73,14 +61,6 @@ def split(events: bytes) -> list[bytes]:
 def ends_event(data: bytes) -> bool:
     """Whether the end of these bytes is the end of an event."""
     return data.endswith((_LF_END, _CRLF_END))
-
-
-def _end(data: bytes) -> int:
-    """Where the last whole event ends; 0 without any."""
-    lf, crlf = data.rfind(_LF_END), data.rfind(_CRLF_END)
-    if crlf > lf:
-        return crlf + len(_CRLF_END)
-    return lf + len(_LF_END) if lf >= 0 else 0
 
 
 class EventReader:
@@ -97,7 +77,7 @@ class EventReader:
             self._begun = b""
             if events := cutter.feed(data):
                 return events
-            check_size(cutter.size, response.engine, response.leg)
+            check_size(len(cutter.held), response.engine, response.leg)
         return cutter.flush()
 
     async def next_without_error(self) -> bytes:
@@ -160,8 +140,7 @@ class Beginning:
     def over(self, data: bytes) -> bool:
         """Takes the next bytes. Returns whether the first output, or an error, is among them."""
         self.data += data
-        # No event of an engine that ends its lines with a lone CR would ever be found.
-        if (b"\r" in data and _LONE_CR.search(self.data)) or len(self.data) > LIMIT_BYTES:
+        if len(self.data) > LIMIT_BYTES:
             return True
         for event in split(self._cutter.feed(data)):
             if not event:

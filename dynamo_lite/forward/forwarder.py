@@ -7,17 +7,12 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.discovery import Discovery
-from dynamo_lite.forward.engines import KnownEngines, check_trust
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.engines import check_trust
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.placing import Placer
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.address import advertised_address
@@ -34,38 +29,24 @@ class Forwarder:
         self._config = msgspec.convert(config, ForwarderConfig)
         self._spec = spec
         self._stack = AsyncExitStack()
-        self._protocol = PROTOCOLS[self._config.protocol]
-        self._engines = KnownEngines(self._config.engines, self._protocol)
-        self._forwarding: Forwarding | None = None
+        self._parts = ForwardParts(self._config)
         self._server: ForwardServer | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves HTTP without waiting for engines: 503 until one of them is healthy."""
-        config, engines, enter = self._config, self._engines, self._stack.enter_async_context
+        config, parts, enter = self._config, self._parts, self._stack.enter_async_context
         sock = bind(config.host, config.port, shared=self._spec.instances > 1)
         self._stack.callback(sock.close)
         port = sock.getsockname()[1]
-        upstream = await enter(Upstream(config.idle_timeout_s))
-        sent = SentPrompts()
-        monitor = await enter(EngineMonitor(engines, upstream, config.health_interval_s, sent))
-        placer = Placer(engines, self._protocol, config, sent)
+        await enter(parts.upstream)
+        await enter(parts.monitor)
         if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
-            Discovery(roster, engines, monitor, placer, config)
-        self._forwarding = forwarding = await enter(
-            Forwarding(
-                ForwardParts(
-                    protocol=self._protocol,
-                    config=config,
-                    placer=placer,
-                    upstream=upstream,
-                    monitor=monitor,
-                )
-            )
-        )
-        host.registry.register(ForwardMetrics(forwarding.stats, placer, engines))
+            Discovery(roster, parts)
+        forwarding = Forwarding(parts)
+        host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
         assert host.probes is not None
@@ -101,33 +82,20 @@ class Forwarder:
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        engines = self._engines.all
-        decoding = [engine for engine in engines if engine.decodes and engine.usable]
-        prefilling = [engine for engine in engines if engine.can_prefill]
-        return {
-            "ok": bool(decoding),
-            "checks": {"engines": "" if decoding else self._engines_trouble()},
+        engines, facts = self._parts.engines, self._parts.facts()
+        return facts | {
+            "checks": {"engines": "" if facts["ok"] else self._engines_trouble()},
             "without_broker": "Requests are forwarded; `explain` has no answer.",
-            "protocol": self._protocol.name,
-            "engines": {
-                engine.name: {
-                    "role": engine.options.role,
-                    "trouble": engine.trouble or engine.misfit,
-                    **({"lease": engine.lease} if engine.lease else {}),
-                }
-                for engine in engines
-            },
             "unused_engines": [
                 {"engine": name, "lease": lease, "role": why.role, "trouble": why.trouble}
-                for (name, lease), why in self._engines.unused.items()
+                for (name, lease), why in engines.unused.items()
             ],
-            "prefill_engines": len(prefilling),
-            "decode_engines": len(decoding),
-            "requests": self._forwarding.stats.in_flight if self._forwarding is not None else 0,
+            "prefill_engines": sum(engine.can_prefill for engine in engines.all),
+            "decode_engines": sum(engine.decodes and engine.usable for engine in engines.all),
         }
 
     def _engines_trouble(self) -> str:
-        engines = self._engines
+        engines = self._parts.engines
         found = [f"{e.name}: {e.trouble}" for e in engines.all if e.decodes]
         found += [f"{name}: {why.trouble}" for (name, _), why in engines.unused.items()]
         if not found and self._config.discovers:

@@ -27,7 +27,6 @@ CHECK_S = 5.0
 #: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
 #: either, stands still or cannot be reached.
 SILENCE_S = 10.0
-_LOAD_INTERVAL_S = 1.0
 
 
 class EngineMonitor:
@@ -47,8 +46,6 @@ class EngineMonitor:
         self._engines, self._upstream, self._sent = engines, upstream, sent
         self._interval_s = interval_s
         self._tasks = OwnedTasks()
-        #: Checks of engines that are not followed, by their numbers.
-        self._looks: dict[int, asyncio.Task[None]] = {}
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
@@ -63,8 +60,6 @@ class EngineMonitor:
     def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
         self._tasks.start(self._follow(engine), name=f"health of {engine.name}")
-        if self._sent is not None:
-            self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
         """A leg could not be sent: the engine gets no legs until its next check passes.
@@ -74,20 +69,16 @@ class EngineMonitor:
         if failure.kind == "refused":
             self._failed(engine, failure)
 
-    def look(self, engine: KnownEngine) -> "asyncio.Task[None]":
-        """A check of an engine that is not followed: the one that is under way, or a new one."""
-        number = engine.number
-        if number not in self._looks:
-            look = self._tasks.start(self.check(engine), name=f"check of {engine.name}")
-            look.add_done_callback(lambda _: self._looks.pop(number))
-            self._looks[number] = look
-        return self._looks[number]
-
     async def _follow(self, engine: KnownEngine) -> None:
+        loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
             await self.check(engine)
+            if self._sent is not None and engine.healthy and self._engines.rivals(engine):
+                await self._read_load(engine)
             await asyncio.sleep(self._interval_s)
+            if loop.time() > engine.named_until:
+                self._engines.remove(engine)
 
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
@@ -106,7 +97,6 @@ class EngineMonitor:
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
                 self.compare()
-        engine.checked_at = loop.time()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
@@ -127,7 +117,7 @@ class EngineMonitor:
             return
         if engine.heard_at > now:
             return
-        engine.ends += 1
+        engine.ended()
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):
             logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 
@@ -148,17 +138,14 @@ class EngineMonitor:
             if engine.trouble not in ("", known):
                 logger.error("engine %s is not used: %s", engine.name, engine.trouble)
 
-    async def _follow_load(self, engine: KnownEngine) -> None:
-        while not engine.left:
-            if engine.healthy and self._engines.rivals(engine):
-                try:
-                    load = await read_load(self._upstream, engine)
-                except LegFailed as exc:
-                    logger.debug("no load: %s", exc)
-                else:
-                    if load is not None:
-                        engine.reported(load)
-            await asyncio.sleep(_LOAD_INTERVAL_S)
+    async def _read_load(self, engine: KnownEngine) -> None:
+        try:
+            load = await read_load(self._upstream, engine)
+        except LegFailed as exc:
+            logger.debug("no load: %s", exc)
+        else:
+            if load is not None:
+                engine.reported(load)
 
 
 class _Model(msgspec.Struct):
@@ -174,7 +161,7 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
 
     Raises LegFailed.
     """
-    status, _ = await upstream.fetch(engine, f"{engine.base}/health", within_s=CHECK_S)
+    status, _ = await upstream.fetch(engine, "/health", within_s=CHECK_S)
     if status != 200:
         raise LegFailed(engine, "check", "broken", f"/health answered {status}")
     if not engine.healthy:
@@ -186,7 +173,7 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
 
 async def read_load(upstream: Upstream, engine: KnownEngine) -> StockEngineLoad | None:
     """None if its metrics do not contain the load. Raises LegFailed."""
-    _, page = await upstream.fetch(engine, f"{engine.base}/metrics", within_s=CHECK_S)
+    _, page = await upstream.fetch(engine, "/metrics", within_s=CHECK_S)
     return parse_load(page.decode(errors="replace"))
 
 
@@ -194,7 +181,7 @@ async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
     """Whether its server answers at all, whatever it says. Nothing is computed for a list of
     models, while `/health` may wait for a computation (SGLang's runs a request)."""
     try:
-        await upstream.fetch(engine, f"{engine.base}/v1/models", within_s=CHECK_S)
+        await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
     except LegFailed as exc:
         return exc.answered
     return True
@@ -202,7 +189,7 @@ async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
 
 async def _read_models(upstream: Upstream, engine: KnownEngine) -> None:
     """If the engine requires a key, its record may name the model."""
-    status, page = await upstream.fetch(engine, f"{engine.base}/v1/models", within_s=CHECK_S)
+    status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
     try:
         found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])
     except msgspec.DecodeError:
@@ -212,11 +199,11 @@ async def _read_models(upstream: Upstream, engine: KnownEngine) -> None:
 
 
 async def _query(upstream: Upstream, engine: KnownEngine) -> None:
-    url = f"http://{host_port(*engine.transfer_address)}{engine.protocol.query_path}"
-    status, page = await upstream.fetch(engine, url, within_s=CHECK_S)
+    path, at = engine.protocol.query_path, engine.transfer_address
+    status, page = await upstream.fetch(engine, path, within_s=CHECK_S, at=at)
     try:
         if status != 200:
             raise ValueError(f"status {status}")
-        engine.engine_ids = engine_ids(page)
+        engine.has_ids(engine_ids(page))
     except ValueError as exc:
-        raise LegFailed(engine, "check", "broken", f"{url}: {exc}") from exc
+        raise LegFailed(engine, "check", "broken", f"{path} at {host_port(*at)}: {exc}") from exc

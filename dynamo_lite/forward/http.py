@@ -14,8 +14,7 @@ from aiohttp import HttpVersion11, web
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.header_placing import Door
-from dynamo_lite.forward.named import read_headers
+from dynamo_lite.forward.named import read_header
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.workflow import Forwarding
@@ -53,16 +52,14 @@ def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
     return reply
 
 
-class ForwardServer:
-    """`start` returns when connections are accepted; `stop` is idempotent.
-
-    own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
+class ForwardServer(WebServer):
+    """own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
     "http" for a connection that is closed because too many have no request.
     """
 
     def __init__(
         self,
-        forwarding: Forwarding | Door,
+        forwarding: Forwarding,
         config: ForwarderConfig,
         sock: socket.socket,
         own: Mapping[str, Reply],
@@ -71,7 +68,7 @@ class ForwardServer:
         on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._own = forwarding, config, own
-        self._web = WebServer(
+        super().__init__(
             self._handle,
             sock,
             None if tls is None else lambda: tls,
@@ -82,14 +79,6 @@ class ForwardServer:
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
-
-    async def start(self) -> None:
-        """Raises StartupError when the socket cannot listen."""
-        await self._web.start()
-
-    async def stop(self, grace_s: float) -> None:
-        """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
-        await self._web.stop(grace_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = Client(request, self._config.idle_timeout_s)
@@ -118,7 +107,7 @@ class ForwardServer:
             path=path,
             headers=headers.to_engine(request.headers),
             client_id=headers.client_id(request.headers),
-            named=read_headers(request.headers),
+            named=read_header(request.headers),
         )
         try:
             data = await self._body(request)

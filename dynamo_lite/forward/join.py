@@ -10,7 +10,7 @@ import logging.config
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ import uvloop
 from dynamo_lite.forward.engines import KnownEngines, StockEngineLoad
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.health import CHECK_S, EngineMonitor, read_load
-from dynamo_lite.forward.options import EngineOptions, EngineRole, ProtocolName
+from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
@@ -46,8 +47,6 @@ COMPONENTS: Mapping[EngineRole, str] = {
     "prefill-decode": "Engine",
 }
 
-#: Between two readings of the engine's metrics, for displays.
-_LOAD_INTERVAL_S = 2.0
 #: How long an engine must stay idle during a drain. A Forwarder may have sent a leg just before it
 #: saw that the record is gone. The other engine may still read the KV of a prefill leg that has
 #: ended.
@@ -77,10 +76,10 @@ class JoinOptions(EngineOptions):
 
 
 class JoinedEngine:
-    """The component. config: the fields of `JoinOptions`."""
+    """The component."""
 
-    def __init__(self, config: Mapping[str, Any] | JoinOptions, spec: ProcessSpec):
-        self._options = options = msgspec.convert(config, JoinOptions)
+    def __init__(self, options: JoinOptions, spec: ProcessSpec):
+        self._options = options
         self._spec = spec
         engines = KnownEngines((), PROTOCOLS[options.protocol])
         self._engine = engines.add(options, model=options.model)
@@ -105,7 +104,6 @@ class JoinedEngine:
             await asyncio.sleep(self._options.health_interval_s)
         await self._register()
         host.spawn(self._follow(), "engine health")
-        host.spawn(self._follow_load(), "engine load")
         return {"engine": self._options.url, "model": self._model}
 
     async def drain(self, grace_s: float) -> None:
@@ -145,8 +143,9 @@ class JoinedEngine:
         return facts
 
     async def _check(self) -> bool:
-        """Whether the engine is healthy."""
+        """Whether the engine is healthy. Its load is for displays."""
         await self._monitor.check(self._engine)
+        await self._read_load()
         return self._engine.healthy
 
     async def _follow(self) -> None:
@@ -183,11 +182,6 @@ class JoinedEngine:
         self._registered = None
         if await self._host.deregister():
             self._registered = False
-
-    async def _follow_load(self) -> None:
-        while not self._draining:
-            await self._read_load()
-            await asyncio.sleep(_LOAD_INTERVAL_S)
 
     async def _read_load(self) -> bool:
         """Returns whether the engine could be asked."""
@@ -231,7 +225,7 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
     expired, failures = False, 0
     while True:
         began = loop.time()
-        code = await run_process(spec, JoinedEngine(asdict(options), spec), report)
+        code = await run_process(spec, JoinedEngine(options, spec), report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code

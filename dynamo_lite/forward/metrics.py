@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_lite.forward.engines import KnownEngines
-from dynamo_lite.forward.placing import Places
+from dynamo_lite.forward.placing import Placer
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ _Row = tuple[str, str, tuple[str, ...], _Values]
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
-    def __init__(self, stats: ForwardStats, placer: Places, engines: KnownEngines):
+    def __init__(self, stats: ForwardStats, placer: Placer, engines: KnownEngines):
         self._stats, self._placer, self._engines = stats, placer, engines
 
     def describe(self) -> Iterable[Metric]:

@@ -1,11 +1,10 @@
-"""Engines that a client's headers name: how they are read, and which hosts are accepted.
+"""Prefill engines that a client's header names: how they are read, and which hosts are accepted.
 
-Only a sidecar reads them, and only those of its allow-list: a client that may name any host could
+Only a sidecar reads it, and only those of its allow-list: a client that may name any host could
 make this process send requests into a private network.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
@@ -14,7 +13,6 @@ from multidict import CIMultiDictProxy
 from dynamo_lite.runtime.address import host_port
 
 PREFILLER_HEADER = "x-prefiller-host-port"
-RANK_HEADER = "x-data-parallel-host-port"
 
 #: Most prefill engines that one request may name.
 MAX_NAMED = 64
@@ -32,26 +30,11 @@ METADATA = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The engines that one request names, as HOST:PORT."""
-
-    #: Prefill engines, in the client's order.
-    prefill: tuple[str, ...] = ()
-    #: A data-parallel rank of the decode engine.
-    decode: str = ""
-
-
-NOTHING = Named()
-
-
-def read_headers(headers: CIMultiDictProxy[str]) -> Named:
-    """The engines as the client named them, unchecked."""
-    if PREFILLER_HEADER not in headers and RANK_HEADER not in headers:
-        return NOTHING
+def read_header(headers: CIMultiDictProxy[str]) -> tuple[str, ...]:
+    """The prefill engines that a client has named, in its order, unchecked."""
     values = headers.getall(PREFILLER_HEADER, ())
     parts = (part.strip() for value in values for part in value.split(","))
-    return Named(tuple(part for part in parts if part), headers.get(RANK_HEADER, "").strip())
+    return tuple(part for part in parts if part)
 
 
 def parse_host_port(text: str) -> tuple[str, int]:

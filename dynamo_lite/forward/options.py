@@ -6,11 +6,10 @@ Imports nothing heavy, because the command line imports it.
 import ipaddress
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
-from urllib.parse import urlsplit
 
-from dynamo_lite.forward.named import PRIVATE, AllowedHosts
+from dynamo_lite.forward.named import PRIVATE, AllowedHosts, parse_host_port
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.options import (
     NaturalOption,
     PortOption,
@@ -18,24 +17,7 @@ from dynamo_lite.protocol.options import (
     SecondsOption,
 )
 from dynamo_lite.protocol.records import LAST_PORT, Port
-from dynamo_lite.runtime.address import host_port
 
-EngineRole = Literal["prefill", "decode", "prefill-decode"]
-ROLES: tuple[EngineRole, ...] = get_args(EngineRole)
-#: The keys of `forward/protocols/registry.py`.
-ProtocolName = Literal[
-    "nixl",
-    "nixl-push",
-    "mooncake",
-    "llumnix-mooncake",
-    "moriio-read",
-    "moriio-write",
-    "sglang",
-    "neuron-static",
-    "neuron-dynamic",
-    "kvt-batch",
-    "kvt-staged",
-]
 #: Its last part has a letter: it is no IPv4 address with a mistake in it.
 _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
 
@@ -44,8 +26,6 @@ _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9
 class EngineOptions:
     """One stock engine."""
 
-    #: Whether any certificate of the engine is accepted, even a forged one.
-    unverified: ClassVar[bool] = False
     #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
@@ -162,10 +142,9 @@ def _check_transfer_host(host: str) -> None:
     name that is resolved only when its pod is ready."""
     try:
         address = ipaddress.ip_address(host)
+        usable = not address.is_unspecified and not address.is_multicast
     except ValueError:
         usable = len(host) <= 253 and _HOST_NAME.fullmatch(host) is not None
-    else:
-        usable = not address.is_unspecified and not address.is_multicast
     if not usable:
         raise ValueError(
             f"transfer-host is {host!r}: expected the host name or IP address under which other"
@@ -175,18 +154,14 @@ def _check_transfer_host(host: str) -> None:
 
 def parse_engine_url(url: str) -> tuple[str, int]:
     """Host and port. Raises ValueError."""
-    problem = (
-        "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
-    )
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("no URL")
+        return parse_host_port(url)
     except ValueError as exc:
-        raise ValueError(f"{problem}: {exc}") from exc
-    extra: list[Any] = [parts.path.strip("/"), parts.query, parts.fragment, parts.username]
-    if parts.scheme not in ("http", "https") or not host or port is None or any(extra):
-        raise ValueError(problem)
-    return host, port
+        raise ValueError(
+            "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
+        ) from exc
 
 
 #: Prefill legs that contain the decode engine's own address.
@@ -194,37 +169,15 @@ _NEED_HOST = ("moriio-read", "moriio-write")
 _PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 
 
-class UnverifiedEngine(EngineOptions):
-    """An engine of which any certificate is accepted."""
-
-    unverified = True
-
-
-def trusted_engine(ca_file: str | None, unverified: bool, **options: Any) -> EngineOptions:
-    """An engine of which any certificate is accepted, or one of the authorities in the file (None:
-    the system's). Raises ValueError."""
-    if not options["url"].startswith("https:"):
-        return EngineOptions(**options)
-    if unverified:
-        return UnverifiedEngine(**options)
-    return EngineOptions(**options, ca_file=ca_file)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
-    """A server beside one decode engine.
-
-    `forwarder` has the HTTP server's options, and an engine for each data-parallel rank: rank r
-    listens r ports above the first one, and so does the server in front of it.
-    """
+    """A server beside one decode engine. `forwarder` has that engine, and the server's options."""
 
     forwarder: ForwarderConfig
     #: What all prefill engines that headers name have in common; the URL's host and port are any.
     prefillers: EngineOptions = _PREFILLERS
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
-    #: How one of several named prefill engines is chosen.
-    choice: Literal["first", "random"] = "first"
     #: Port of the sidecar's own metrics, on the same address; 0: none.
     metrics_port: int = 0
 
@@ -237,26 +190,8 @@ class SidecarConfig:
                 f"protocol {protocol} tells prefill engines where the decode engine is: give"
                 " --transfer-host, this host's address as they see it"
             )
-        ports = range(self.forwarder.port, self.forwarder.port + self.ranks)
-        if self.forwarder.port and (ports[-1] > 65535 or self.metrics_port in ports):
-            raise ValueError(f"ports {ports[0]} to {ports[-1]} are not free for the ranks")
-
-    @property
-    def ranks(self) -> int:
-        return len(self.forwarder.engines)
 
     def prefiller(self, name: str) -> EngineOptions:
         """name: HOST:PORT."""
         scheme = "https" if self.prefillers.secure else "http"
         return replace(self.prefillers, url=f"{scheme}://{name}")
-
-
-def decode_engines(first: EngineOptions, ranks: int) -> tuple[EngineOptions, ...]:
-    """One for each data-parallel rank, on consecutive ports. Raises ValueError."""
-    host, port = parse_engine_url(first.url)
-    if not 1 <= ranks <= 1024 or port + ranks - 1 > 65535:
-        raise ValueError(f"{ranks} ranks from port {port} on: at most 1024, up to port 65535")
-    scheme = urlsplit(first.url).scheme
-    return tuple(
-        replace(first, url=f"{scheme}://{host_port(host, port + rank)}") for rank in range(ranks)
-    )

@@ -6,26 +6,16 @@ from collections.abc import Callable
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
-from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, PrefillAnswer
-from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.relay import break_off, relay
-from dynamo_lite.forward.rewriting import UNCHANGED, Changes, changes_for
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
-
-#: How long a decode engine gets to take over a request after its client has disconnected. The
-#: decode engine then tells the prefill engine that the KV is not needed. Otherwise the blocks stay
-#: reserved until a lease ends.
-_LET_GO_S = 1.0
-#: How long a decode leg without needed tokens may run, so that it receives its KV.
-_SETTLE_S = 30.0
 
 _Opening = asyncio.Task[EngineAnswer]
 
@@ -39,7 +29,7 @@ async def alone(one: RequestAttempt) -> None:
 
 async def _alone(one: RequestAttempt, engine: KnownEngine, how: tuple[str, str]) -> None:
     with engine.leg(one.placement.prompt_tokens) as computed:
-        response = await one.open(engine, "decode", one.job.request.data)
+        response = await one.open(engine, "decode")
         await _relay(one, response, computed, how=how)
     one.sent(engine)
 
@@ -51,7 +41,7 @@ async def single(one: RequestAttempt) -> None:
     with prefill.leg(one.placement.uncached_tokens) as computed, engine.leg(0):
         try:
             response = await one.open(engine, "decode", leg)
-            await _relay(one, response, computed)
+            await _relay(one, response, computed, leg=leg)
         except LegFailed:
             # The answer does not tell which of the two engines has failed.
             one.job.tried.prefill.add(prefill.number)
@@ -73,9 +63,10 @@ async def serial(one: RequestAttempt) -> None:
         return await _alone(one, engine, ("alone", "no_handoff"))
     prefill.empty_legs = 0
     second = protocol.decode(one.job.request.body, one.ids, handoff)
+    one.lets_go = True
     with engine.leg(0) as computed:
-        response = await _hand_over(one, engine, second)
-        await _relay(one, response, computed, changes=changes_for(second, answer))
+        response = await one.open(engine, "decode", second)
+        await _relay(one, response, computed, leg=second)
     one.sent(engine)
 
 
@@ -86,22 +77,20 @@ async def parallel(one: RequestAttempt) -> None:
     stream = one.job.request.stream
     second = protocol.decode(one.job.request.body, one.ids, None)
 
-    async def prefilled() -> PrefillAnswer:
+    async def prefilled() -> None:
         """The decode engine may take over the KV after the leg's end."""
         ends = prefill.ends
-        answer = await _checked_prefill(one, streams=protocol.prefill_streams and stream)
+        await _checked_prefill(one, streams=protocol.prefill_streams and stream)
         one.stays(ends, streams=stream)
-        return answer
 
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
         prefill.asked()
         prefilling = one.start(prefilled(), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
-        await one.all(prefilling, decoding)
+        _, response = await asyncio.gather(prefilling, decoding)
         computed()
         one.sent(prefill)
-        changes = changes_for(second, prefilling.result())
-        await _relay(one, decoding.result(), computed, changes=changes)
+        await _relay(one, response, computed, leg=second)
     one.sent(engine)
 
 
@@ -144,45 +133,21 @@ def _handed_nothing(one: RequestAttempt) -> None:
         logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
 
 
-async def _hand_over(one: RequestAttempt, engine: KnownEngine, leg: Leg) -> EngineAnswer:
-    """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
-    request, and some time to take it over, before its connection is closed."""
-    opening = asyncio.create_task(one.open(engine, "decode", leg), name="decode leg")
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        one.parts.over.start(_let_go(opening), name="let go")
-        raise
-
-
-async def _let_go(opening: _Opening) -> None:
-    try:
-        await asyncio.wait({opening}, timeout=_LET_GO_S)
-    finally:
-        # Also when the Forwarder ends meanwhile.
-        await end_tasks(opening)
-        if not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
-
-
 async def _relay(
     one: RequestAttempt,
     response: EngineAnswer,
     computed: Callable[[], None],
     *,
     how: tuple[str, str] = ("disaggregated", ""),
-    changes: Changes = UNCHANGED,
+    leg: Leg | None = None,
 ) -> None:
-    """computed: of `KnownEngine.leg`, where the prompt is computed."""
+    """computed: of `KnownEngine.leg`, where the prompt is computed. leg: None: the client's."""
 
     def on_first() -> None:
         one.begins(*how)
         computed()
-        one.handed_over()
-        if one.job.request.sequences > 1:
-            one.lift_prefill_limit()
 
-    await relay(one, response, changes=changes, on_first=on_first)
+    await relay(one.job.client, response, leg, on_first)
 
 
 async def first_token(one: RequestAttempt) -> None:
@@ -191,35 +156,26 @@ async def first_token(one: RequestAttempt) -> None:
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     body, client = one.job.request.body, one.job.client
     first, second = protocol.prefill(body, one.ids), protocol.decode(body, one.ids, None)
-    merge, ends = FirstTokenMerge(_limit(one.job.request)), prefill.ends
+    merge, ends = FirstTokenMerge(), prefill.ends
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
         prefilling = one.start(one.open(prefill, "prefill", first), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
         try:
             async with asyncio.timeout(one.parts.config.prefill_timeout_s):
-                changes = changes_for(first, PrefillAnswer())
-                await _first_tokens(one, prefilling, decoding, merge, changes)
+                await _first_tokens(one, prefilling, decoding, merge, first)
+            computed()
+            prefill.answered("")
+            one.sent(prefill)
+            one.stays(ends, streams=True)
+            await _other_tokens(one, await decoding, merge, second)
         except (LegFailed, Final, MalformedEvent, TimeoutError) as exc:
             if client.started:
+                await end_tasks(prefilling, decoding)  # the client's end would interrupt it later
                 await break_off(client, exc, whole=True)
             if isinstance(exc, LegFailed | Final):
                 raise
             kind = "timeout" if isinstance(exc, TimeoutError) else "malformed"
             raise LegFailed(prefill, "prefill", kind, str(exc)) from exc
-        computed()
-        prefill.answered("")
-        one.sent(prefill)
-        if merge.over:
-            one.leave_open(decoding)
-            one.parts.over.start(_read_out(decoding), name="rest of a decode leg")
-            await client.write(merge.end())
-            return await client.finish()
-        one.stays(ends, streams=True)
-        try:
-            await _other_tokens(one, decoding, merge, changes_for(second, PrefillAnswer()))
-        except (LegFailed, Final, MalformedEvent) as exc:
-            await end_tasks(decoding)  # the client's end would interrupt it later
-            await break_off(client, f"decode leg: {exc}", whole=True)
         await client.finish()
     one.sent(engine)
 
@@ -229,7 +185,7 @@ async def _first_tokens(
     prefilling: _Opening,
     decoding: _Opening,
     merge: FirstTokenMerge,
-    changes: Changes,
+    leg: Leg,
 ) -> None:
     """The whole prefill leg. What comes before the first token is held back: until then, another
     engine can be asked. Raises LegFailed, Final, MalformedEvent."""
@@ -240,7 +196,7 @@ async def _first_tokens(
     response = prefilling.result()
     client, held, reader = one.job.client, b"", EventReader(response)
     while events := await reader.next_without_error():
-        held += merge.from_prefill(changes.events(events))
+        held += merge.from_prefill(leg.shows(events))
         if not held or not (merge.begun or len(held) > LIMIT_BYTES):
             continue
         if not client.started:
@@ -258,18 +214,14 @@ async def _first_tokens(
 
 
 async def _other_tokens(
-    one: RequestAttempt, decoding: _Opening, merge: FirstTokenMerge, changes: Changes
+    one: RequestAttempt, response: EngineAnswer, merge: FirstTokenMerge, leg: Leg
 ) -> None:
     """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
-    await one.all(decoding)
-    response = decoding.result()
     reader = EventReader(response)
-    events = await one.watched(_until_output(reader), "first events")
-    one.handed_over()
+    events = await _until_output(reader)
+    response.shown = True
     while events:
-        if shown := merge.from_decode(changes.events(events)):
-            response.shown = True
-            await one.job.client.write(shown)
+        await one.job.client.write(merge.from_decode(leg.shows(events)))
         events = await reader.next()
 
 
@@ -279,28 +231,3 @@ async def _until_output(reader: EventReader) -> bytes:
     while (events := await reader.next()) and not beginning.over(events):
         pass
     return beginning.data
-
-
-def _limit(request: ClientRequest) -> int | None:
-    """The client's limit on tokens."""
-    for key in ("max_completion_tokens", "max_tokens"):
-        value = plain(request.body.get(key))
-        if isinstance(value, int):
-            return value
-    return None
-
-
-async def _read_out(decoding: _Opening) -> None:
-    """Reads a leg without needed tokens to its end. The decode engine must receive the KV, or
-    the prefill engine would keep it."""
-    try:
-        async with asyncio.timeout(_SETTLE_S):
-            response = await decoding
-            try:
-                await response.read()
-            finally:
-                response.close()
-    except (TimeoutError, LegFailed, Final) as exc:
-        logger.debug("the rest of a decode leg: %s", exc)
-    finally:
-        await end_tasks(decoding)

@@ -1,9 +1,9 @@
 """Which engines take one attempt of a request."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.choosing import (
@@ -15,7 +15,6 @@ from dynamo_lite.forward.choosing import (
 )
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
 from dynamo_lite.routing.kv_chain import ChainHash
@@ -34,6 +33,8 @@ class Tried:
     decode: set[int] = field(default_factory=set[int])
     #: Why the request gets no further prefill leg.
     alone: str = ""
+    #: Prefill engines that the client has named; None: any.
+    named: Sequence[KnownEngine] | None = None
     #: Of the present attempt, one for each leg.
     choices: list[LegChoice] = field(default_factory=list[LegChoice])
 
@@ -58,63 +59,31 @@ class EnginePlacement:
     uncached_tokens: int
 
 
-class Places(Protocol):
-    """The interface that the workflow calls for each attempt."""
-
-    #: Choices by leg and reason.
-    choices: Counter[tuple[str, str]]
-
-    def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
-        """Raises NoWorkers, CannotServe."""
-        ...
-
-    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
-        """Another decode engine, after the prefill leg. Raises NoWorkers."""
-        ...
-
-    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
-        """The engine has computed, or received, the prompt."""
-        ...
-
-
-def why_alone(request: ClientRequest, protocol: ForwardProtocol) -> str:
-    """Why it gets no prefill leg, whatever the engines; empty if it may get one."""
-    if request.route not in protocol.routes:
-        return "route"
-    if request.batch and not protocol.batches:
-        return request.batch
-    return request.alone
-
-
 class Placer:
     """Chooses engines and remembers which prompts they were sent."""
 
-    def __init__(
-        self,
-        engines: KnownEngines,
-        protocol: ForwardProtocol,
-        config: ForwarderConfig,
-        sent: SentPrompts,
-    ):
+    def __init__(self, engines: KnownEngines, config: ForwarderConfig, sent: SentPrompts):
         self.choices: Counter[tuple[str, str]] = Counter()
-        self._engines, self._protocol, self._sent = engines, protocol, sent
+        self._engines, self._protocol, self._sent = engines, engines.protocol, sent
         self._limit = config.max_local_prefill_length
         self._chooser = EngineChooser()
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
-        chain = text_chain(request.prompt)
+        # Where the client chooses, it does not matter what engines hold.
+        chain = text_chain(request.prompt) if tried.named is None else []
         matched, tokens = self._sent.matched(chain), tokens_of(request.prompt)
-        alone = tried.alone or self._alone(request)
-        prefilling = [] if alone else self._engines.prefilling(tried.prefill)
+        alone = tried.alone or self._alone(request, tried)
+        prefilling = [] if alone else self._prefilling(tried)
         if not alone and not prefilling:
             alone = "no_prefill_worker"
         # A request that is passed on unchanged may go to every engine.
-        without = bool(alone and request.route)
+        passed = not request.route or alone == "no_header"
+        without = bool(alone) and not passed
         decode = self._choose_decode(tried, matched, alone, able_alone=without)
         prefilling = [engine for engine in prefilling if engine is not decode]
         alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
-        if alone and request.route and not decode.decodes_alone:
+        if alone and not passed and not decode.decodes_alone:
             decode = self._choose_decode(tried, matched, alone, able_alone=True)
         prefill = None if alone else self._choose("prefill", prefilling, matched, tried)
         again = prefill is not None and self._protocol.staged
@@ -148,9 +117,22 @@ class Placer:
         self._sent.forget(engine.number)
         self._chooser.forget(engine.name)
 
-    def _alone(self, request: ClientRequest) -> str:
+    def _prefilling(self, tried: Tried) -> list[KnownEngine]:
+        """Of several that the client has named, the first."""
+        if tried.named is None:
+            return self._engines.prefilling(tried.prefill)
+        able = (e for e in tried.named if e.can_prefill and e.number not in tried.prefill)
+        return list(itertools.islice(able, 1))
+
+    def _alone(self, request: ClientRequest, tried: Tried) -> str:
         """Raises CannotServe."""
-        reason, engines = why_alone(request, self._protocol), self._engines.all
+        if tried.named is not None and not tried.named:
+            return "no_header"
+        reason, engines = request.alone, self._engines.all
+        if request.route not in self._protocol.routes:
+            reason = "route"
+        elif request.batch and not self._protocol.batches:
+            reason = request.batch
         if reason and request.route and engines and not any(e.decodes_alone for e in engines):
             raise CannotServe(
                 f"{request.route} with {reason} needs an engine that prefills and decodes; with"
@@ -213,8 +195,6 @@ class Placer:
         """The text contains no addresses, because a client reads it."""
         if not any(engine.usable for engine in self._engines.all if engine.decodes):
             return "no decode engine is healthy"
-        if tried.decode:
-            return "no other decode engine is healthy"
         if alone:
             return "no healthy engine can answer this request without a prefill engine"
-        return "no decode engine is left"
+        return "no other decode engine is healthy"

@@ -5,59 +5,50 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.attempt import RequestAttempt
-from dynamo_lite.forward.client import Client
+from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import Beginning, EventReader, ends_event, failure
 from dynamo_lite.forward.failures import Broken, LegFailed
-from dynamo_lite.forward.rewriting import Changes
-
-
-def is_stream(response: EngineAnswer) -> bool:
-    return response.content_type == "text/event-stream"
+from dynamo_lite.forward.protocols.base import Leg
 
 
 async def relay(
-    attempt: RequestAttempt,
-    response: EngineAnswer,
-    *,
-    changes: Changes,
-    on_first: Callable[[], None],
+    client: Client, response: EngineAnswer, leg: Leg | None, on_first: Callable[[], None]
 ) -> None:
-    """Passes the whole answer of a decode leg. on_first: called before the first byte.
+    """Passes the whole answer of a decode leg. leg: None: it has no id to hide. on_first: called
+    before the first byte.
 
     Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
-    client, head = attempt.job.client, headers.to_client(response.headers)
-    if changes.any:
+    head = headers.to_client(response.headers)
+    changes = leg if leg is not None and leg.hidden is not None else None
+    if changes is not None:
         head.popall("content-length", None)
-    if changes.any and not is_stream(response):
-        data = changes.whole(await attempt.watched(response.read(), "whole answer"))
+    if changes is not None and not response.is_stream:
+        data = changes.shows(await response.read())
         head["content-length"] = str(len(data))
         on_first()
-        await client.start(response.status, head)
-        await client.write(data)
-        return await client.finish()
+        return await client.send(Answer(response.status, head, data))
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await _until_output(attempt, response)
+    data = await _until_output(response)
     response.shown = True
     on_first()
     await client.start(response.status, head)
-    if changes.any:
+    if changes is not None:
         await _changed(client, response, changes, data)
     else:
         await _unchanged(client, response, data)
     await client.finish()
 
 
-async def _until_output(attempt: RequestAttempt, response: EngineAnswer) -> bytes:
+async def _until_output(response: EngineAnswer) -> bytes:
     """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
-    data = await attempt.watched(response.read_some(), "first bytes")
-    if not is_stream(response):
+    data = await response.read_some()
+    if not response.is_stream:
         return data
     beginning = Beginning()
     while data and not beginning.over(data):
-        data = await attempt.watched(response.read_some(), "first bytes")
+        data = await response.read_some()
     if beginning.error is not None:
         raise failure(response, beginning.error)
     return beginning.data
@@ -78,14 +69,14 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
     try:
         await response.pass_on(push, client.drained)
     except LegFailed as exc:
-        await break_off(client, exc, whole=is_stream(response) and ends_event(last))
+        await break_off(client, exc, whole=response.is_stream and ends_event(last))
 
 
-async def _changed(client: Client, response: EngineAnswer, changes: Changes, data: bytes) -> None:
+async def _changed(client: Client, response: EngineAnswer, leg: Leg, data: bytes) -> None:
     reader = EventReader(response, begun=data)
     try:
         while events := await reader.next():
-            await client.write(changes.events(events))
+            await client.write(leg.shows(events))
     except LegFailed as exc:
         await break_off(client, exc, whole=True)
 

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import logging.config
-import random
 import signal
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -14,22 +14,80 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, engine_tls
-from dynamo_lite.forward.header_placing import Door, HeaderPlacer
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.client import Answer, error
+from dynamo_lite.forward.engines import KnownEngine, engine_tls
+from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
-from dynamo_lite.forward.named import AllowedHosts
-from dynamo_lite.forward.options import ForwarderConfig, SidecarConfig
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.forward.named import PREFILLER_HEADER, AllowedHosts, NotAllowed, accepted
+from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.runtime.listening import bind
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import EXIT_STOPPED, StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
+
+
+#: Most prefill engines that are known at a time.
+MAX_PREFILLERS = 256
+#: How long a prefill engine is checked after a client has named it.
+_NAMED_S = 60.0
+
+
+class NamedPrefillers:
+    """The prefill engines that clients name, of those hosts that are allowed."""
+
+    def __init__(self, parts: ForwardParts, config: SidecarConfig):
+        self._parts, self._config = parts, config
+        self._allowed = AllowedHosts(config.allowed)
+        self._refusals = LogLimit()
+        #: By HOST:PORT; the one that was named longest ago is the first.
+        self._known: OrderedDict[str, KnownEngine] = OrderedDict()
+
+    async def find(self, names: Sequence[str]) -> list[KnownEngine]:
+        """Raises Final."""
+        try:
+            found = accepted(names, self._allowed)
+        except ValueError as exc:
+            raise Final(error(400, "BadRequestError", str(exc))) from exc
+        except NotAllowed as exc:
+            raise Final(self._refusal(exc)) from exc
+        return list(await asyncio.gather(*map(self._engine, found)))
+
+    async def _engine(self, name: str) -> KnownEngine:
+        engine = self._known.get(name)
+        if engine is None or engine.left:
+            engine = await self._add(name)
+        if name in self._known:
+            self._known.move_to_end(name)
+        engine.named_until = asyncio.get_running_loop().time() + _NAMED_S
+        return engine
+
+    async def _add(self, name: str) -> KnownEngine:
+        """It counts as healthy until a leg or a check fails, unless its ids have to be known."""
+        parts = self._parts
+        engine = self._known[name] = parts.engines.add(self._config.prefiller(name))
+        if len(self._known) > MAX_PREFILLERS:
+            parts.engines.remove(self._known.popitem(last=False)[1])
+        if parts.protocol.query_path:
+            await parts.monitor.check(engine)
+        else:
+            engine.passed()
+        parts.monitor.follow(engine)
+        return engine
+
+    def _refusal(self, host: NotAllowed) -> Answer:
+        if (held_back := self._refusals.allow()) is not None:
+            more = f" ({held_back} more)" if held_back else ""
+            logger.warning("%s names %s, which is not accepted%s", PREFILLER_HEADER, host, more)
+        text = (
+            f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
+            f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
+        )
+        return error(403, "PermissionDeniedError", text)
 
 
 class Sidecar:
@@ -38,51 +96,37 @@ class Sidecar:
     def __init__(self, config: SidecarConfig):
         self._config = config
         self._stack = AsyncExitStack()
-        self._servers: list[ForwardServer] = []
+        self._server: ForwardServer | None = None
 
-    async def start(self) -> list[str]:
-        """The URL of each rank's server. Raises StartupError, ConfigError."""
-        config, enter = self._config, self._stack.enter_async_context
-        own = config.forwarder
-        protocol = PROTOCOLS[own.protocol]
+    async def start(self) -> str:
+        """Returns its URL. Raises StartupError, ConfigError."""
+        config, own, enter = self._config, self._config.forwarder, self._stack.enter_async_context
         tls = server_tls(own)
         # Read at the start, so that a mistake in it is reported before the first request.
         engine_tls(config.prefillers)
-        sockets = [
-            bind(own.host, own.port + rank if own.port else 0) for rank in range(config.ranks)
-        ]
-        for sock in sockets:
-            self._stack.callback(sock.close)
-        ports: list[int] = [sock.getsockname()[1] for sock in sockets]
-        engines = KnownEngines(own.engines, protocol)
-        upstream = await enter(Upstream(own.idle_timeout_s))
-        monitor = await enter(EngineMonitor(engines, upstream, own.health_interval_s, None))
-        pick = random.randrange if config.choice == "random" else lambda count: 0
-        placer = HeaderPlacer(engines, protocol, config, monitor, pick=pick)
-        parts = ForwardParts(
-            protocol=protocol, config=own, placer=placer, upstream=upstream, monitor=monitor
-        )
-        forwarding = await enter(Forwarding(parts))
-        allowed, ranks = AllowedHosts(config.allowed), dict(zip(ports, engines.all, strict=True))
+        sock = bind(own.host, own.port)
+        self._stack.callback(sock.close)
+        port = sock.getsockname()[1]
+        parts = ForwardParts(own, by_load=False)
+        await enter(parts.upstream)
+        await enter(parts.monitor)
         if config.metrics_port:
             registry = CollectorRegistry()
-            registry.register(ForwardMetrics(forwarding.stats, placer, engines))
-            health = partial(_health, own, engines, placer, forwarding)
-            await enter(StatusServer(health, registry, own.host, config.metrics_port))
-        for port, sock in zip(ports, sockets, strict=True):
-            ready = reply_of(partial(_ready, ranks[port]))
-            # `/metrics` is the engine's.
-            own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
-            door = Door(forwarding, placer, allowed, ranks, port)
-            server = ForwardServer(door, own, sock, own_paths, tls=tls)
-            await server.start()
-            self._stack.push_async_callback(server.stop, 0.0)
-            self._servers.append(server)
-        return [server_url(own, port) for port in ports]
+            registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
+            await enter(StatusServer(parts.facts, registry, own.host, config.metrics_port))
+        ready = reply_of(partial(_ready, parts.engines.all[0]))
+        # `/metrics` is the engine's.
+        own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
+        forwarding = Forwarding(parts, NamedPrefillers(parts, config).find)
+        self._server = server = ForwardServer(forwarding, own, sock, own_paths, tls=tls)
+        await server.start()
+        self._stack.push_async_callback(server.stop, 0.0)
+        return server_url(own, port)
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        if self._server is not None:
+            await self._server.stop(grace_s)
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -100,8 +144,7 @@ async def _run(config: SidecarConfig, grace_s: float) -> int:
     # A closed terminal ends it in order, too.
     with stop_on_signals(stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         try:
-            urls = await sidecar.start()
-            print("ready", *urls, flush=True)
+            print("ready", await sidecar.start(), flush=True)
             await stop.wait()
             logger.info("draining: no new connections, open answers have %g s", grace_s)
             await sidecar.drain(grace_s)
@@ -113,15 +156,3 @@ async def _run(config: SidecarConfig, grace_s: float) -> int:
 def _ready(engine: KnownEngine) -> dict[str, Any]:
     trouble = "" if engine.usable else f"{engine.name}: {engine.trouble}"
     return {"ok": engine.usable, "checks": {"engine": {"ok": engine.usable, "detail": trouble}}}
-
-
-def _health(
-    own: ForwarderConfig, engines: KnownEngines, placer: HeaderPlacer, forwarding: Forwarding
-) -> Mapping[str, Any]:
-    return {
-        "ok": any(engine.usable for engine in engines.all),
-        "protocol": own.protocol,
-        "engines": {engine.name: {"trouble": engine.trouble} for engine in engines.all},
-        "unfit_prefillers": placer.misfits,
-        "requests": forwarding.stats.in_flight,
-    }

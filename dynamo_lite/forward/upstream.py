@@ -7,23 +7,23 @@ client, which has a stream reader of its own, a token costs several times as muc
 import asyncio
 import ssl
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Self
-from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
 
 from dynamo_lite.forward.connection import EngineAnswer, UpstreamConnection
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed, LegKind
+from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
+#: Longest time without any byte of an answer once connections to the engine are refused: a server
+#: that ends may leave requests hanging.
+LEFT_S = 10.0
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Methods that are sent again when a kept connection turns out to be closed.
-_REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
-
 #: A connect timeout that comes so much too late, as a share of itself, says that this process has
 #: stood still, and nothing about the engine: it is tried again.
 _LATE = 0.1
@@ -51,66 +51,68 @@ class Upstream:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes them now
 
-    async def open(
+    async def send(
         self,
         engine: KnownEngine,
         leg: LegKind,
         method: str,
-        url: str,
+        path: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
+        *,
+        at: _Address | None = None,
     ) -> EngineAnswer:
-        """The answer's head; its body is still to be read. url: with its query, encoded.
+        """The answer, of which nothing has come yet. path: with its query, encoded. at: the address
+        of another server of the engine, which speaks plain HTTP.
 
         Raises LegFailed. The caller closes the answer: `close` drops the connection if the answer
         has not ended, and the engine then aborts the request.
         """
-        host, _, path = url.partition("://")[2].partition("/")
-        address = _address(host)
-        tls = engine.tls if url.startswith("https:") else None
+        place, host = (engine.address, engine.tls), engine.name
+        if at is not None:
+            place, host = (at, None), host_port(*at)
         try:
-            head = _head(method, f"/{path}", host, headers or {}, body)
+            head = _head(method, path, host, headers or {}, body)
         except ValueError as exc:
             raise LegFailed(engine, leg, "broken", str(exc)) from exc
-        while True:
-            connection = self._kept((address, tls))
-            reused = connection is not None
-            if connection is None:
-                connection = await self._connect(engine, leg, address, tls)
-            bodyless = method == "HEAD"
-            answer = connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
-            try:
-                await answer.head()
-                return answer
-            except LegFailed as exc:
-                if exc.kind != "broken" or not (reused and method in _REPEATED):
-                    raise
-            except BaseException:
-                answer.close()
-                raise
+        # A check shall see whether the engine still accepts connections.
+        kept = None if leg == "check" else self._kept(place)
+        connection = kept or await self._connect(engine, leg, place)
+        bodyless = method == "HEAD"
+        return connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
 
-    async def fetch(self, engine: KnownEngine, url: str, *, within_s: float) -> tuple[int, bytes]:
+    async def fetch(
+        self, engine: KnownEngine, path: str, *, within_s: float, at: _Address | None = None
+    ) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                answer = await self.open(engine, "check", "GET", url)
+                close = {"connection": "close"}
+                answer = await self.send(engine, "check", "GET", path, close, at=at)
                 try:
-                    return answer.status, await answer.read()
+                    page = await answer.read()
+                    return answer.status, page
                 finally:
                     answer.close()
         except TimeoutError as exc:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
 
-    def give_up(self, engine: KnownEngine, why: str) -> int:
-        """Breaks off the engine's answers of which nothing was shown yet; to their readers, the
-        connection was lost. Returns how many."""
-        return sum(answer.give_up(why) for answer in self._answers(engine))
-
-    def _answers(self, engine: KnownEngine) -> list[EngineAnswer]:
-        """Those that have not ended."""
-        answers = [one.answer for one in self._open if one.answer is not None]
-        return [answer for answer in answers if answer.engine is engine]
+    def give_up(
+        self, engine: KnownEngine, why: str, *, shown: bool = False, silent_s: float = 0.0
+    ) -> int:
+        """Breaks off the engine's answers that have been silent for so long; to their readers, the
+        connection was lost. shown: also those of which a client has a part. Returns how many."""
+        until = asyncio.get_running_loop().time() - silent_s
+        answers = [
+            answer
+            for one in self._open
+            if not one.paused and (answer := one.answer) is not None and answer.engine is engine
+            if (shown or not answer.shown) and answer.touched <= until
+        ]
+        for answer in answers:
+            answer.lost(why)
+        return len(answers)
 
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
@@ -121,12 +123,11 @@ class Upstream:
         return None
 
     async def _connect(
-        self, engine: KnownEngine, leg: LegKind, address: _Address, tls: ssl.SSLContext | None
+        self, engine: KnownEngine, leg: LegKind, place: _Place
     ) -> UpstreamConnection:
-        loop = asyncio.get_running_loop()
+        loop, (address, tls) = asyncio.get_running_loop(), place
 
         def made() -> UpstreamConnection:
-            place = address, tls
             return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
 
         while True:
@@ -141,11 +142,11 @@ class Upstream:
                 raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
                 # Other ports of an engine may refuse while it works.
-                is_own = address == engine.options.address
+                is_own = address == engine.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
-                    engine.ends += 1
-                    for answer in self._answers(engine):
-                        answer.left()
+                    engine.ended()
+                    why = "silent, and the engine refuses connections"
+                    self.give_up(engine, why, shown=True, silent_s=LEFT_S)
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open.add(connection)
             return connection
@@ -164,14 +165,6 @@ class Upstream:
             idle.remove(connection)
             if not idle:
                 del self._idle[place]
-
-
-@lru_cache(maxsize=4096)
-def _address(host: str) -> _Address:
-    """host: HOST:PORT."""
-    parts = urlsplit(f"//{host}")
-    assert parts.hostname is not None and parts.port is not None
-    return parts.hostname, parts.port
 
 
 def _head(

@@ -8,15 +8,15 @@ sends its legs, and `protocols/` has the handover protocols.
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
-from dynamo_lite.forward.bodies import ClientRequest, MalformedBody, TooDeep
+from dynamo_lite.forward.bodies import ClientRequest, MalformedBody
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement
 from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
@@ -25,41 +25,37 @@ from dynamo_lite.protocol.forwarding import ForwardAttempt
 
 logger = logging.getLogger(__name__)
 
-#: More sequences in one request than any engine runs.
-MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
+#: Takes HOST:PORT of each. Raises Final.
+NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
 LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
-    """Async context manager."""
+    """named: finds the prefill engines that a client has named; None: engines are chosen here."""
 
-    def __init__(self, parts: ForwardParts):
+    def __init__(self, parts: ForwardParts, named: NamedEngines | None = None):
+        self._named = named
         self._parts, self._protocol, self._config = parts, parts.protocol, parts.config
         self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._parts.over.end()
-
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
+        named = None
         try:
-            request = bodies.read(route, data, incoming.named)
+            request = bodies.read(route, data)
+            if self._named is not None:
+                named = await self._named(incoming.named)
         except MalformedBody:
             # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
-        except TooDeep:
-            return await self.refuse(client, _too_deep())
+        except Final as refused:
+            return await self.refuse(client, refused.answer)
         self.stats.removed_fields += len(request.removed)
-        if request.sequences > MAX_SEQUENCES:
-            text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
-            return await self.refuse(client, error(400, "BadRequestError", text))
         job = self._job(incoming, request, client)
+        job.tried.named = named
         self.decisions.append(job.note)
         await self._run(job)
 
@@ -70,10 +66,10 @@ class Forwarding:
         except MalformedBody:
             removed = ()
             logger.debug("%s: the body is not a JSON object", incoming.path)
-        except TooDeep:
-            return await self.refuse(client, _too_deep())
+        except Final as refused:
+            return await self.refuse(client, refused.answer)
         self.stats.removed_fields += len(removed)
-        request = ClientRequest(route="", body={}, data=data, named=incoming.named)
+        request = ClientRequest(route="", body={}, data=data)
         await self._run(self._job(incoming, request, client))
 
     async def refuse(self, client: Client, answer: Answer) -> None:
@@ -117,7 +113,10 @@ class Forwarding:
                 answer = error(501, "NotImplementedError", str(exc))
             except NoWorkers as exc:
                 job.note.no_engine(exc)
-                answer = _no_engine(exc) if failure is None else failure_answer(failure)
+                text = f"{exc}; try again later"
+                answer = error(503, "ServiceUnavailableError", text, RETRY_AFTER)
+                if failure is not None:
+                    answer = failure_answer(failure)
             except LegFailed as exc:
                 failure = exc
                 if self._retries(job, exc):
@@ -146,7 +145,9 @@ class Forwarding:
             case "single":
                 return orders.single
             case "parallel":
+                # The legs of a tool call cannot be joined: each engine draws an id for it.
                 first = self._protocol.first_token_from_prefill and job.request.stream
+                first = first and "tools" not in job.request.body
                 return orders.first_token if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
@@ -168,8 +169,6 @@ class Forwarding:
         logger.info("a %s leg has failed: %s", failure.leg, failure)
         engine = failure.engine
         if failure.leg == "prefill":
-            if failure.kind in ("refused", "timeout"):
-                engine.avoided_at = time.monotonic()
             if self._protocol.decodes_alone:
                 job.tried.alone = "prefill_failed"
             else:
@@ -188,11 +187,3 @@ class Forwarding:
         if failure.kind != "broken" or job.failed > 1:
             job.tried.decode.add(engine.number)
         return True
-
-
-def _no_engine(why: NoWorkers) -> Answer:
-    return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)
-
-
-def _too_deep() -> Answer:
-    return error(400, "BadRequestError", "the body is nested too deeply")

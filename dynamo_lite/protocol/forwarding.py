@@ -1,14 +1,33 @@
-"""A Forwarder's report of its past decisions. It answers `Explain` of `decisions.py`.
+"""The words for stock engines, and a Forwarder's report of its past decisions, which answers
+`Explain` of `decisions.py`.
 
 Times are durations, since the clocks of two hosts differ. What a request may still add to is not
 frozen.
 """
+
+from typing import Literal
 
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.decisions import Word
 from dynamo_lite.protocol.records import LeaseId, Natural, Text
+
+EngineRole = Literal["prefill", "decode", "prefill-decode"]
+#: The keys of `forward/protocols/registry.py`.
+ProtocolName = Literal[
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "llumnix-mooncake",
+    "moriio-read",
+    "moriio-write",
+    "sglang",
+    "neuron-static",
+    "neuron-dynamic",
+    "kvt-batch",
+    "kvt-staged",
+]
 
 
 class LegCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,24 +92,24 @@ class ForwardDecision(msgspec.Struct, kw_only=True):
     """The course of one request to generate."""
 
     #: Id of the client's answer; empty if it is not known.
-    request_id: Text
+    request_id: Text = ""
     #: Other ids by which it can be asked for: the client's X-Request-Id and those of its attempts.
     ids: list[Text]
     #: Since the request had been received.
-    age_s: float
+    age_s: float = 0.0
     route: Text
     protocol: Word
     #: Estimated tokens: of the prompt, and those cached at the decode engine that was chosen
     #: first.
-    prompt_tokens: Natural
-    cached_tokens: Natural
+    prompt_tokens: Natural = 0
+    cached_tokens: Natural = 0
     #: Up to this many uncached tokens a prompt gets no prefill leg; 0: each gets one.
     max_local_prefill_length: Natural
     #: disaggregated or alone; empty: no answer was begun.
-    how: Word
+    how: Word = ""
     #: Why it was alone.
-    reason: Word
-    attempts: list[ForwardAttempt]
+    reason: Word = ""
+    attempts: list[ForwardAttempt] = []
     #: HTTP status of the client's answer; 0: no answer.
     status: Natural = 0
     #: answered, broken or client gone; empty while it is in flight.

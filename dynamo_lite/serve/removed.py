@@ -75,13 +75,13 @@ _LLM_D = {
     "--model-server-port": "`--decode http://127.0.0.1:PORT`",
     "--connector": "`--protocol`",
     "--kv-connector": "`--protocol`",
-    "--data-parallel-size": "`--ranks`",
-    "--enable-prefiller-sampling": "`--prefiller-choice random`",
+    "--data-parallel-size": "a sidecar for each rank, whose port `--decode` names",
+    "--enable-prefiller-sampling": "nothing: the first healthy engine that is named is taken",
     "--mooncake-bootstrap-port": "`--transfer-port`",
     "--cert-path": "`--tls-cert` and `--tls-key`",
     "--secure-proxy": "`--tls-cert` and `--tls-key`",
     "--enable-tls": "`--prefiller-https`, `--decode https://...`",
-    "--tls-insecure-skip-verify": "`--insecure-skip-verify`",
+    "--tls-insecure-skip-verify": "`--ca-file`: the authority of the engines' certificates",
 }
 
 #: `command`, `command subcommand` or `command option` to what to use instead.
@@ -99,6 +99,13 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         **{
             f"{command} --secret-file": "`--certificates DIR`, where a graph has them"
             for command in ("config", "explain", "planner")
+        },
+        "sidecar --ranks": "a sidecar for each rank, whose port `--decode` names",
+        "sidecar --prefiller-choice": "nothing: the first healthy engine that is named is taken",
+        "sidecar --insecure-skip-verify": "`--ca-file`: the authority of the engines' certificates",
+        **{
+            f"access {server} --env": "the URL and files that it prints, in the configuration"
+            for server in ("etcd", "nats")
         },
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",

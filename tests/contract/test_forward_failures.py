@@ -211,23 +211,9 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         assert (await r.ask())[0] == 500
 
 
-async def test_a_prefill_stream_that_never_ends_is_closed_while_the_decode_engine_goes_on():
-    async with rig("sglang", prefill_timeout_s=0.3) as r:
-        bad, good = r.prefill[0], r.decode[0]
-        begins(bad, asyncio.Event())
-        stream = good.stream
-
-        async def late(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
-            return await stream(request, leg, Fault("mid_stream", seen=bad.legs[0].aborted))
-
-        good.stream = late  # type: ignore[method-assign]
-        await broken_off(r)  # the script cuts it, once it may
-        assert bad.legs[0].aborted.is_set() and len(good.legs) == 1
-
-
-@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"]}, {"n": 2}])
-async def test_a_prefill_stream_of_a_batch_may_last_as_long_as_the_request(fields: dict[str, Any]):
-    """The decode engine has the KV of the sequence that it shows, not yet that of the others."""
+@pytest.mark.parametrize("fields", [{}, {"prompt": ["a", "b"]}, {"n": 2}])
+async def test_a_prefill_stream_may_last_as_long_as_the_request(fields: dict[str, Any]):
+    """The decode engine has the KV of a sequence that it shows, not yet that of the others."""
     async with rig("sglang", prefill_timeout_s=0.3) as r:
         late, good = r.prefill[0], r.decode[0]
         begins(late, asyncio.Event())
@@ -317,7 +303,6 @@ UNREADABLE = {
     "no JSON": b"nonsense",
     "deep": b'{"other": ' + DEEP + b"}",
     "deep params": b'{"kv_transfer_params": ' + DEEP + b"}",
-    "bytes in usage": b'{"kv_transfer_params": {"a": 1}, "usage": "\xff"}',
     "bytes in params": b'{"kv_transfer_params": {"a": "\xff"}}',
 }
 
@@ -554,15 +539,10 @@ async def test_what_fails_after_the_first_token_breaks_the_answer_off(how: str):
         assert b" t0" in shown and b" t1" not in shown
 
 
-async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engine():
+async def test_a_first_token_that_is_the_last_is_shown_once():
     async with rig("neuron-dynamic") as r:
-        r.prefill[0].handover = anything
-        async with slow(r.decode[0]):
-            r.decode[0].handover = anything
-            assert b"[DONE]" in await r.stream(max_tokens=1)
-            # On the same connection, while the decode leg still receives its KV.
-            assert b"[DONE]" in await r.stream(max_tokens=1)
-            assert not r.decode[0].legs[0].aborted.is_set()
+        shown = await r.stream(max_tokens=1)
+        assert shown.count(b" t0") == 1 and shown.count(b'"length"') == 1
 
 
 def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
@@ -578,25 +558,8 @@ def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
 
 
 def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
-    opening = one.open(one.placement.decode, "decode", one.job.request.data)
+    opening = one.open(one.placement.decode, "decode")
     return one.start(opening, "decode leg")
-
-
-async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
-    """The decode engine answers while the client still gets the last of the prefill leg."""
-    async with rig("neuron-dynamic") as r:
-        r.decode[0].handover = anything
-        # More than what the connection takes before it is read.
-        r.decode[0].events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
-        one, _ = one_attempt(r)
-        async with one:
-            async with slow(r.decode[0]):
-                decoding = decode_leg(one)
-                await until(1, r.decode[0])
-                one.leave_open(decoding)
-            await asyncio.wait({decoding})
-        async with asyncio.timeout(10):
-            assert b"[DONE]" in await decoding.result().read()
 
 
 async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of_each_leg():
@@ -622,11 +585,9 @@ async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of
 ODD = {
     "choices": b'{"choices": 5}',
     "index": b'{"choices": [{"index": [0], "text": "x"}]}',
-    "tool call": b'{"choices": [{"index": 0, "delta": {"tool_calls": [1]}}]}',
     "text": b'{"choices": [{"index": 0, "text": 7}]}',
     "bytes": b'{"choices": [{"index": 0, "text": "\xff"}]}',
     "deep": b'{"choices": ' + DEEP + b"}",
-    "usage": b'{"choices": [{"index": 0, "text": "x"}], "usage": "\xff"}',
 }
 
 
@@ -641,9 +602,8 @@ async def test_a_token_of_another_form_is_a_failure(what: str):
             assert b"[DONE]" in await r.stream()
         assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
         r.prefill[0].handover = given
-        if what != "usage":  # the decode engine's is read as it is
-            says(r.decode[0], *odd)
-            await broken_off(r)
+        says(r.decode[0], *odd)
+        await broken_off(r)
 
 
 # An answer that has no end.
@@ -673,7 +633,7 @@ async def test_a_prefill_answer_without_an_end_costs_no_memory(little_room: int)
 
 async def test_a_decode_answer_that_is_too_large_to_be_changed_is_refused(little_room: int):
     """Another engine's would be as large."""
-    async with rig("nixl", decode=2, cached=(3, 4)) as r:
+    async with rig("moriio-read", decode=2) as r:
         for engine in r.decode:
             large(engine, 2 * little_room)
         status, answer = await r.ask()
@@ -681,10 +641,10 @@ async def test_a_decode_answer_that_is_too_large_to_be_changed_is_refused(little
         assert sum(len(engine.legs) for engine in r.decode) == 1
 
 
-@pytest.mark.parametrize("name", ["nixl", "neuron-dynamic"])
+@pytest.mark.parametrize("name", ["moriio-read", "neuron-dynamic"])
 async def test_an_event_without_an_end_costs_no_memory(name: str, little_room: int):
     """Where events are changed, each one is buffered."""
-    async with rig(name, cached=(3, 4)) as r:
+    async with rig(name) as r:
         event = json.dumps({"id": "x", "choices": [], "more": "x" * 2 * little_room}).encode()
         events = r.decode[0].events
         r.decode[0].events = lambda leg: [*events(leg), event]  # type: ignore[method-assign]
@@ -862,8 +822,8 @@ async def test_what_was_written_before_an_answer_broke_off_is_delivered():
 
 
 async def test_a_stream_that_changes_has_no_length_any_more():
-    """An engine may say how long its stream is; corrected, it is longer."""
-    async with rig("nixl", cached=(123456, 4)) as r:
+    """An engine may say how long its stream is; with another id, it is shorter."""
+    async with rig("moriio-read") as r:
         decode = r.decode[0]
 
         async def measured(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
@@ -872,9 +832,8 @@ async def test_a_stream_that_changes_has_no_length_any_more():
             return web.Response(body=body, content_type="text/event-stream")
 
         decode.stream = measured  # type: ignore[method-assign]
-        shown = await r.stream(stream_options={"include_usage": True})
-        assert b'"cached_tokens":123456' in shown.replace(b" ", b"")
-        assert shown.endswith(b"data: [DONE]\n\n")
+        shown = await r.stream()
+        assert b"prefill_addr" not in shown and shown.endswith(b"data: [DONE]\n\n")
 
 
 async def test_no_decode_engine_is_503_with_retry_after():

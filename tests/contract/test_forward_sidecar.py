@@ -5,42 +5,40 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, get_args
 
 import pytest
 
-from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
+from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import engines as known_engines
-from dynamo_lite.forward.engines import EMPTY_LEGS, KnownEngines
-from dynamo_lite.forward.header_placing import MAX_PREFILLERS, HeaderPlacer
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward import sidecar
+from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
-from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
 from tests.ports import reserved_port
-from tests.scripted import HANDOVERS, Fault, anything
+from tests.scripted import HANDOVERS, anything
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-HEADER, RANK = "x-prefiller-host-port", "x-data-parallel-host-port"
+HEADER = "x-prefiller-host-port"
 
 
 @dataclass(kw_only=True)
 class Beside(Asked):
-    """A sidecar with its engines. urls: one for each rank."""
+    """A sidecar with its engines."""
 
-    urls: list[str]
     #: Of the sidecar's own metrics; 0: none.
     metrics_port: int = 0
 
     def header(self, *numbers: int) -> dict[str, str]:
         return {HEADER: ",".join(self.prefill[n].address for n in numbers or (0,))}
 
-    async def get(self, path: str, rank: int = 0) -> tuple[int, Any]:
-        async with self.session.get(f"{self.urls[rank]}{path}") as answer:
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(f"{self.url}{path}") as answer:
             return answer.status, await answer.json(content_type=None)
 
     async def own(self, path: str) -> str:
@@ -48,9 +46,9 @@ class Beside(Asked):
         async with self.session.get(f"http://127.0.0.1:{self.metrics_port}{path}") as answer:
             return await answer.text()
 
-    async def until(self, path: str, status: int, rank: int = 0) -> None:
+    async def until(self, path: str, status: int) -> None:
         async def answered() -> bool:
-            return (await self.get(path, rank))[0] == status
+            return (await self.get(path))[0] == status
 
         await eventually(answered)
 
@@ -68,7 +66,6 @@ async def beside(
     protocol: str = "nixl",
     *,
     prefill: int = 1,
-    ranks: int = 1,
     https: Certificates | None = None,
     options: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
@@ -77,27 +74,25 @@ async def beside(
     """https: of all engines. options: of `ForwarderConfig`. engine: of the decode engine. config:
     of `SidecarConfig`."""
     async with AsyncExitStack() as stack:
-        made = await asked_engines(stack, protocol, prefill, ranks, https)
+        made = await asked_engines(stack, protocol, prefill, 1, https)
         if protocol == "mooncake":
             config["prefillers"] = prefillers(transfer_port=made["prefill"][0].port)
         given = {"role": "decode", "transfer_host": "127.0.0.1", **(engine or {})}
         forwarder = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
             port=0,
-            engines=tuple(EngineOptions(url=one.url, **given) for one in made["decode"]),
+            engines=(EngineOptions(url=made["decode"][0].url, **given),),
             **{"health_interval_s": 0.05, **(options or {})},
         )
-        sidecar = Sidecar(SidecarConfig(forwarder=forwarder, **config))
-        stack.push_async_callback(sidecar.close)
-        urls = await sidecar.start()
-        b = Beside(**made, url=urls[0], urls=urls, metrics_port=config.get("metrics_port", 0))
-        for rank in range(ranks):
-            await b.until("/ready", 200, rank)
+        one = Sidecar(SidecarConfig(forwarder=forwarder, **config))
+        stack.push_async_callback(one.close)
+        b = Beside(**made, url=await one.start(), metrics_port=config.get("metrics_port", 0))
+        await b.until("/ready", 200)
         yield b
         await b.fleet.ends_well()
 
 
-@pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
+@pytest.mark.parametrize("name", get_args(SidecarProtocol))
 async def test_the_named_engine_computes_the_prompt(name: str):
     async with beside(name) as b:
         for _ in range(3):  # a push is serial until its prefill engine is known
@@ -126,13 +121,6 @@ async def test_the_first_of_several_is_taken():
         ):
             assert await b.text(headers) == TEXT
         assert b.legs() == [3, 0]
-
-
-async def test_one_of_several_is_drawn():
-    async with beside(prefill=2, choice="random") as b:
-        for _ in range(40):  # all go to the same one in one of 10^11 runs
-            assert await b.text(b.header(0, 1)) == TEXT
-        assert all(b.legs())
 
 
 @pytest.mark.parametrize(
@@ -172,34 +160,32 @@ async def test_malformed_names_and_too_many_are_refused():
 
 
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
-async def test_an_engine_that_is_not_there_costs_no_answer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_an_engine_that_is_not_there_costs_no_answer(name: str):
     async with beside(name) as b:
         header = b.header()
         await b.prefill[0].stop()
         for _ in range(2):
             assert await b.text(header) == TEXT
         await b.prefill[0].start()
-        assert await b.text(header) == TEXT
-        monkeypatch.setattr(known_engines, "AVOIDED_S", 0.0)
         async with asyncio.timeout(10):
             while not b.prefill[0].legs:  # it is used again, whatever happened before
                 assert await b.text(header) == TEXT
 
 
-async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
+async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    async with beside(options={"prefill_timeout_s": 0.5}) as b:
-        b.prefill[0].faults.append(Fault(hold=asyncio.Event()))
-        for _ in range(3):
+    monkeypatch.setattr(sidecar, "_NAMED_S", 0.1)
+    async with beside(metrics_port=reserved_port()) as b:
+        known = b.prefill[0].address
+
+        async def is_forgotten() -> bool:
+            return known not in json.loads(await b.own("/health"))["engines"]
+
+        for times in (1, 2):
             assert await b.text(b.header()) == TEXT
-        assert b.legs() == [1]
-        monkeypatch.setattr(known_engines, "AVOIDED_S", 0.0)
-        for _ in range(2):
-            assert await b.text(b.header()) == TEXT
-        assert b.legs() == [3]
+            assert b.legs() == [times]
+            await eventually(is_forgotten)
 
 
 async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
@@ -228,25 +214,18 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         assert b.legs() == [1, 0]
         assert all(leg.params is None for leg in b.decode[0].legs)
         health, metrics = await b.own("/health"), await b.own("/metrics")
-        assert engines in json.loads(health)["unfit_prefillers"][b.prefill[0].address]
-        assert 'forward_answers_total{how="alone",reason="misfit"} 2.0' in metrics
-        # It still does not fit: it is asked once in a while.
-        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
-        assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr(known_engines, "MISFIT_S", 3600.0)
-        # It was started with the other connector; the sidecar does not know that.
+        assert engines in json.loads(health)["engines"][b.prefill[0].address]["trouble"]
+        assert 'forward_answers_total{how="alone",reason="no_prefill_worker"} 2.0' in metrics
+        # Another one that is named takes its place.
         for engine in (*b.prefill, *b.decode):
             engine.handover = HANDOVERS[name]
-        assert await b.text(b.header()) == TEXT
-        assert b.legs() == [2, 0]
-        # Another one that is named takes its place.
         assert await b.text(b.header(0, 1)) == TEXT
-        assert b.legs() == [2, 1]
+        assert b.legs() == [1, 1]
+        # After a while it is asked again: it was started with the other connector.
         monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
-        for _ in range(2):
-            assert await b.text(b.header()) == TEXT
-        assert b.legs() == [4, 1]
-        assert json.loads(await b.own("/health"))["unfit_prefillers"] == {}
+        assert await b.text(b.header()) == TEXT
+        assert b.legs() == [2, 1]
+        assert json.loads(await b.own("/health"))["engines"][b.prefill[0].address]["trouble"] == ""
 
 
 async def test_an_engine_that_never_hands_over_gets_one_more_leg_after_a_while(
@@ -273,22 +252,7 @@ async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():
         assert await b.text(b.header(0, 1)) == TEXT
         assert b.legs() == [0, 1]
         status, answer = await b.ask(headers=b.header(1), echo=True)
-        assert status == 501 and "cannot be handed over" in answer["error"]["message"]
-
-
-async def test_each_rank_has_a_port_and_the_header_chooses_one():
-    async with beside(ranks=3) as b:
-        for url in b.urls:
-            assert (await b.ask(headers=b.header(), url=url))[0] == 200
-        assert [len(engine.legs) for engine in b.decode] == [1, 1, 1]
-        third = {RANK: f"10.0.0.7:{b.urls[2].rpartition(':')[2]}"}
-        assert await b.text({**b.header(), **third}) == TEXT
-        assert await b.text(third) == TEXT
-        assert [len(engine.legs) for engine in b.decode] == [1, 1, 3]
-        for wrong in ("10.0.0.7:1", "x"):
-            status, answer = await b.ask(headers={RANK: wrong})
-            assert status == 400 and RANK in answer["error"]["message"]
-        assert RANK not in b.decode[2].legs[-1].headers
+        assert status == 501 and "with sglang none of these engines" in answer["error"]["message"]
 
 
 async def test_other_routes_pass_through():
@@ -316,15 +280,19 @@ async def test_its_health_is_the_decode_engines():
 async def test_many_engines_are_not_remembered_for_ever():
     engines = (EngineOptions(url="http://localhost:1", role="decode"),)
     config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
-    decode, monitor = KnownEngines(engines, PROTOCOLS["nixl"]), cast("EngineMonitor", None)
-    known = HeaderPlacer(decode, PROTOCOLS["nixl"], config, monitor, pick=lambda count: 0)
-    first = known.named("10.0.0.1:1")
-    ports = range(1, MAX_PREFILLERS + 1)
-    numbers = {known.named(f"10.0.0.1:{port}").number for port in ports}
-    assert known.named("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
-    known.named("10.0.0.2:1")
-    assert known.named("10.0.0.1:1") is first
-    assert known.named("10.0.0.1:2").number > max(numbers)
+    parts = ForwardParts(config.forwarder, by_load=False)
+    known = sidecar.NamedPrefillers(parts, config)
+    async with parts.upstream, parts.monitor:
+        [first] = await known.find(["10.0.0.1:1"])
+        ports = range(1, sidecar.MAX_PREFILLERS + 1)
+        for port in ports:
+            await known.find([f"10.0.0.1:{port}"])
+        assert await known.find(["10.0.0.1:1"]) == [first]
+        assert len(parts.engines.all) == 1 + len(ports)
+        await known.find(["10.0.0.2:1"])
+        assert await known.find(["10.0.0.1:1"]) == [first]
+        assert len(parts.engines.all) == 1 + len(ports)
+        assert "10.0.0.1:2" not in {engine.name for engine in parts.engines.all}
 
 
 async def test_it_speaks_https_to_all_sides(certificates: Certificates):

@@ -141,7 +141,7 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     told = await asyncio.to_thread(run, "explain", answer["id"], *where)
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith(answer["id"])
-    assert "disaggregated: prefill and decode engine" in told.stdout
+    assert "verdict     disaggregated\n" in told.stdout
     assert f"prefill at 127.0.0.1:{prefill.port}: status 200" in told.stdout
     [one] = json.loads(
         (await asyncio.to_thread(run, "explain", answer["id"], "--json", *where)).stdout

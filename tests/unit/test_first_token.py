@@ -10,28 +10,16 @@ from dynamo_lite.forward.first_token import FirstTokenMerge
 Event = dict[str, Any]
 
 
-def text(value: str, reason: str | None = None, index: int = 0, name: str = "x") -> Event:
-    return {"id": name, "choices": [{"index": index, "text": value, "finish_reason": reason}]}
+def text(value: str, reason: str | None = None, index: int = 0) -> Event:
+    return {"id": "x", "choices": [{"index": index, "text": value, "finish_reason": reason}]}
 
 
 def delta(reason: str | None = None, **fields: Any) -> Event:
     return {"id": "x", "choices": [{"index": 0, "delta": fields, "finish_reason": reason}]}
 
 
-def usage(tokens: int, cached: int | None = None) -> Event:
-    found: dict[str, Any] = {"completion_tokens": tokens}
-    if cached is not None:
-        found["prompt_tokens_details"] = {"cached_tokens": cached}
-    return {"id": "x", "choices": [], "usage": found}
-
-
-def says(token: str | tuple[str, ...], *, chat: bool = False) -> Event:
-    """A chunk of these tokens, which its log probabilities name."""
-    whole = "".join(token)
-    chunk = delta(content=whole) if chat else text(whole)
-    named = {"content": [{"token": one} for one in token]} if chat else {"tokens": list(token)}
-    chunk["choices"][0]["logprobs"] = named
-    return chunk
+def usage(tokens: int) -> Event:
+    return {"id": "x", "choices": [], "usage": {"completion_tokens": tokens}}
 
 
 def stream(*events: Event) -> bytes:
@@ -39,17 +27,11 @@ def stream(*events: Event) -> bytes:
     return "".join(f"data: {part}\n\n" for part in parts).encode()
 
 
-def merged(prefill: list[Event], decode: list[Event], limit: int | None = None) -> list[Any]:
-    """The events that the client gets. Without events, the decode engine must not be needed."""
-    merge = FirstTokenMerge(limit)
-    parts = stream(*prefill).split(b"\n\n")[:-1]
-    shown = b"".join(merge.from_prefill(part + b"\n\n") for part in parts)
-    assert merge.over is (decode == [])
-    if merge.over:
-        shown += merge.end()
-    else:
-        parts = stream(*decode).split(b"\n\n")[:-1]
-        shown += b"".join(merge.from_decode(part + b"\n\n") for part in parts)
+def merged(prefill: list[Event], decode: list[Event]) -> list[Any]:
+    """The events that the client gets."""
+    merge, shown = FirstTokenMerge(), b""
+    for events, change in ((prefill, merge.from_prefill), (decode, merge.from_decode)):
+        shown += b"".join(change(part + b"\n\n") for part in stream(*events).split(b"\n\n")[:-1])
     payloads = [line[6:] for line in shown.split(b"\n\n")[:-1]]
     assert payloads.pop() == b"[DONE]"
     return [json.loads(payload) for payload in payloads]
@@ -119,14 +101,6 @@ def test_what_goes_beyond_the_first_token_is_shown(
             [ROLE, delta("stop", content="No, never")],
             "Yes never",
         ),
-        # Where it says its tokens, exactly the first is removed.
-        ([text("a", "length")], [says(("x", "yz")), text("b", "stop")], "ayzb"),
-        ([text("a", "length")], [says((" \n x",)), text("b", "stop")], "ab"),
-        (
-            [delta("length", content="a")],
-            [says(("x y", " z"), chat=True), delta("stop", content="b")],
-            "a zb",
-        ),
         # The decode engine's first token is "Hel"; what follows is not the first token.
         ([text("Hello", "length")], [text("Hel"), text("p"), text(" me", "stop")], "Hellop me"),
     ],
@@ -138,76 +112,35 @@ def test_the_text_is_that_of_one_answer(prefill: list[Event], decode: list[Event
     assert roles.count("assistant") == prefill.count(ROLE)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "limit", "reason"),
-    [([text("", "stop"), usage(1)], None, "stop"), ([text("a", "length"), usage(1)], 1, "length")],
-)
-def test_a_first_token_that_is_the_last_ends_the_answer(
-    prefill: list[Event], limit: int | None, reason: str
-):
-    events = merged(prefill, [], limit)
-    assert reasons(events) == [reason]
-    assert events[-1]["usage"]["completion_tokens"] == 1
+def test_a_first_token_that_is_the_last_ends_with_the_decode_engine():
+    for first in (text("", "stop"), text("a", "length")):
+        events = merged([first, usage(1)], [first, usage(1)])
+        assert "".join(texts(events)) == first["choices"][0]["text"]
+        assert reasons(events) == [first["choices"][0]["finish_reason"]]
+        assert events[-1]["usage"]["completion_tokens"] == 1
 
 
 def test_each_choice_has_a_first_token_and_an_end():
     first = [text("p", "length", 1), text("a", "length"), text("", "stop", 2)]
     rest = [text("a"), text("b"), text("p", index=1), text("q", "stop", 1), text("", "stop", 2)]
     events = merged(first, [*rest, text("c", "stop")])
-    assert [texts(events, n) for n in range(3)] == [["a", "b", "c"], ["p", "q"], [""]]
+    assert [texts(events, n) for n in range(3)] == [["a", "b", "c"], ["p", "q"], ["", ""]]
     assert [reasons(events, n) for n in range(3)] == [["stop"]] * 3
-
-
-def call(name: str, arguments: str | None, index: int = 0) -> list[Any]:
-    function = {"name": "f"} | ({} if arguments is None else {"arguments": arguments})
-    return [{"index": index, "id": name, "type": "function", "function": function}]
-
-
-MORE = [{"index": 0, "function": {"arguments": "1}"}}]
 
 
 @pytest.mark.parametrize(
     ("first", "rest", "expected"),
     [
-        # Reasoning and tool calls are tokens.
         (
             {"reasoning": "r"},
-            [{"reasoning": "r"}, {"tool_calls": MORE}],
-            [{"reasoning": "r"}, {"tool_calls": MORE}],
+            [{"reasoning": "r"}, {"content": "a"}],
+            [{"reasoning": "r"}, {"content": "a"}],
         ),
         # A reasoning parser takes the mark of a thought, and sends nothing for it.
         (
             {},
             [{"reasoning": "r"}, {"reasoning": "s"}, {"content": "a"}],
             [{}, {"reasoning": "r"}, {"reasoning": "s"}, {"content": "a"}],
-        ),
-        # A first token of a tool call that shows nothing hides no name.
-        (
-            {},
-            [{"tool_calls": call("d", None)}, {"tool_calls": MORE}],
-            [{}, {"tool_calls": call("d", None)}, {"tool_calls": MORE}],
-        ),
-        # The call that was shown keeps its id, since each engine draws one, and gets the rest of
-        # its arguments.
-        (
-            {"tool_calls": call("p", "")},
-            [{"tool_calls": call("d", "{")}, {"tool_calls": MORE}],
-            [
-                {"tool_calls": call("p", "")},
-                {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
-                {"tool_calls": MORE},
-            ],
-        ),
-        (
-            {"tool_calls": call("p", "{")},
-            [{"tool_calls": call("d", "{")}, {"tool_calls": MORE}],
-            [{"tool_calls": call("p", "{")}, {"tool_calls": MORE}],
-        ),
-        # A second call in the first chunk is shown.
-        (
-            {"tool_calls": call("p", None)},
-            [{"tool_calls": [*call("d", None), *call("e", None, 1)]}],
-            [{"tool_calls": call("p", None)}, {"tool_calls": call("e", None, 1)}],
         ),
         # A first chunk may go on in another field.
         (
@@ -226,27 +159,13 @@ def test_all_that_goes_beyond_the_first_delta_is_shown(
     assert shown == [SHOWN_ROLE, *expected, {"content": ""}]
 
 
-@pytest.mark.parametrize("cached", [None, 3])
-def test_usage_is_the_decode_engines_and_its_cached_tokens_the_prefill_engines(cached: int | None):
-    events = merged(
-        [text("a", "length"), usage(1, cached)], [text("a"), text("b", "stop"), usage(2, 5)]
-    )
-    assert [e["usage"] for e in events if e.get("usage")] == [
-        {
-            "completion_tokens": 2,
-            "prompt_tokens_details": {"cached_tokens": 5 if cached is None else cached},
-        }
-    ]
-
-
-def test_all_chunks_have_one_id():
-    decode = [text("a", name="d"), text("b", name="d"), text("c", "stop", name="d")]
-    events = merged([text("a", "length", name="p")], decode)
-    assert {event["id"] for event in events} == {"p"}
+def test_usage_is_the_decode_engines():
+    events = merged([text("a", "length"), usage(1)], [text("a"), text("b", "stop"), usage(2)])
+    assert [e["usage"]["completion_tokens"] for e in events if e.get("usage")] == [2]
 
 
 def test_errors_are_shown():
     failed: Event = {"error": {"message": "x"}}
-    merge = FirstTokenMerge(None)
+    merge = FirstTokenMerge()
     merge.from_prefill(stream(text("a", "length")))
     assert json.loads(merge.from_decode(stream(failed)).split(b"\n\n")[0][6:]) == failed

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody, TooDeep
+from dynamo_lite.forward.bodies import MalformedBody
+from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS
 from dynamo_lite.forward.protocols.one_token import one_token
 
@@ -114,9 +115,9 @@ def test_what_is_too_deep_is_not_taken_for_malformed(first: bytes):
     """A malformed body is relayed as it is, and an engine's parser may read deeper."""
     deep = b"[" * 5000 + b"]" * 5000
     data = b'{%b"x": %b, "kv_transfer_params": {"a": 1}}' % (first, deep)
-    with pytest.raises(TooDeep):
+    with pytest.raises(Final):
         bodies.read(COMPLETIONS, data)
-    with pytest.raises(TooDeep):
+    with pytest.raises(Final):
         bodies.sanitized(data)
 
 

@@ -21,9 +21,8 @@ from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLo
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
-from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
+from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.rewriting import cached_by_prefill
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
@@ -150,7 +149,7 @@ def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     engines = KnownEngines(config.engines, protocol)
     for one in engines.all:
         one.passed()
-    return Placer(engines, protocol, config, SentPrompts()), engines
+    return Placer(engines, config, SentPrompts()), engines
 
 
 def request(**fields: Any) -> ClientRequest:
@@ -242,26 +241,6 @@ def test_engine_ids_of_mooncake():
             mooncake.engine_ids(bad)
 
 
-def answer(**fields: Any) -> PrefillAnswer:
-    return msgspec.json.decode(msgspec.json.encode(fields), type=PrefillAnswer)
-
-
-def test_cached_tokens_are_corrected_only_where_the_engine_does_not():
-    usage = {"prompt_tokens_details": {"cached_tokens": 3}}
-    assert cached_by_prefill(answer(usage=usage), {}) == 3
-    assert cached_by_prefill(answer(usage={"input_tokens_details": {"cached_tokens": 0}}), {}) == 0
-    told = {"remote_prefill_cached_tokens": 2}
-    of_prefill = answer(usage=usage, kv_transfer_params=told)
-    for params in (told, of_prefill.kv_transfer_params):
-        assert cached_by_prefill(of_prefill, {"kv_transfer_params": params}) is None
-    # The decode leg has params of its own.
-    assert cached_by_prefill(of_prefill, {"kv_transfer_params": {"do_remote_prefill": True}}) == 2
-    odd = answer(usage=usage, kv_transfer_params={"remote_prefill_cached_tokens": None})
-    assert cached_by_prefill(odd, {}) == 3
-    for silent in ({}, {"usage": None}, {"usage": {"prompt_tokens_details": None}}):
-        assert cached_by_prefill(answer(**silent), {}) is None
-
-
 def test_headers_of_one_hop_and_hosts_do_not_pass():
     passing = [("Authorization", "Bearer x"), ("X-Custom", "a"), ("X-Custom", "b")]
     given: CIMultiDict[str] = CIMultiDict(
@@ -351,12 +330,12 @@ def test_joined_engines_are_sorted_out():
         ("10.0.0.3:80", "3"): "twice",
         ("10.0.0.9:80", "4"): "twice",
         ("http://10.0.0.5:80", "5"): "protocol",
-        ("http://10.0.0.6:80", "6"): "role",
-        ("http://[::1", "7"): "address",
+        ("http://10.0.0.6:80", "6"): "options",
+        ("http://[::1", "7"): "options",
     }
     for url, said in (
         ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
-        ("http://10.0.0.6:80", "'encode' is unknown here"),
+        ("http://10.0.0.6:80", "Invalid enum value 'encode'"),
         ("http://[::1", "expected http://HOST:PORT"),
     ):
         assert any(said in why.trouble for (one, _), why in unused.items() if one == url)

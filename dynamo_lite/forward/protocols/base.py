@@ -93,12 +93,18 @@ class Leg:
         """The request id that the client must not see, and what it sees."""
         return (self.headers["x-request-id"], self.shown_id) if self.shown_id else None
 
+    def shows(self, data: bytes) -> bytes:
+        """A whole answer, or whole events of it, without that id."""
+        if self.hidden is None:
+            return data
+        found, shown = self.hidden
+        return data.replace(found.encode(), shown.encode())
+
 
 class PrefillAnswer(msgspec.Struct):
-    """The parts of a prefill leg's answer that are read. Both are JSON that can be decoded."""
+    """What is read of a prefill leg's answer: JSON that can be decoded."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, kw_only=True)

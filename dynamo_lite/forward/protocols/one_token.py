@@ -67,8 +67,7 @@ def prefill_answer(data: bytes) -> PrefillAnswer:
         # Also what only Python's own parser accepts, somewhere in it.
         plain(msgspec.Raw(data))
         return PrefillAnswer()
-    for value in (answer.kv_transfer_params, answer.usage):
-        msgspec.json.decode(value)  # as raw JSON, it was only skipped
+    msgspec.json.decode(answer.kv_transfer_params)  # as raw JSON, it was only skipped
     return answer
 
 

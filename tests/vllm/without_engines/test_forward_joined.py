@@ -166,12 +166,12 @@ async def test_a_second_process_for_an_engine_takes_over_without_a_gap(c: Cluste
     await c.counts(forwarder, 0, 1)
     second = await c.join(engine)
     await c.healthy(forwarder, lambda h: h["unused_engines"])
-    number = forwarder.component._engines.all[0].number
+    number = forwarder.component._parts.engines.all[0].number
     await first.revoke()
     health = await c.healthy(forwarder, lambda h: not h["unused_engines"])
     assert health["engines"][f"127.0.0.1:{engine.port}"]["lease"] == second.lease
     assert health["decode_engines"] == 1
-    assert forwarder.component._engines.all[0].number == number
+    assert forwarder.component._parts.engines.all[0].number == number
 
 
 async def test_another_model_at_the_address_of_one_that_leaves_is_another_engine(c: Cluster):
@@ -183,7 +183,7 @@ async def test_another_model_at_the_address_of_one_that_leaves_is_another_engine
     engine.model = "b"
     await c.join(engine)
     await c.healthy(forwarder, lambda h: h["unused_engines"])
-    engines = forwarder.component._engines
+    engines = forwarder.component._parts.engines
     before = engines.all[0]
     await first.revoke()
     await c.healthy(forwarder, lambda h: not h["unused_engines"] and h["ok"])
