@@ -27,6 +27,7 @@ class TlsFiles:
             _read(name, path)
         try:
             context = ssl.create_default_context(cafile=self.ca)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
         except ssl.SSLError as exc:
             message = f"ca={self.ca} is not a PEM file of certificates; name the authority's."
             raise ConfigError([message]) from exc
@@ -46,6 +47,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     for name, path in (("tls-cert", cert), ("tls-key", key)):
         _read(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
     load_pair(context, cert, key, "tls-cert", "tls-key")
     context.set_alpn_protocols(["http/1.1"])
     return context

@@ -45,6 +45,7 @@ class TlsOptions:
     def context(self) -> ssl.SSLContext:
         """Raises StartupError if files are missing or do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
         try:
             self.load(context)
             if self.ciphers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 import pytest
 
@@ -73,7 +74,8 @@ async def test_a_cancel_that_meets_the_answer_of_wait_for_does_not_keep_the_task
     answer.set_result(None)
     await end_tasks(task)
     assert task.cancelled()
-    assert answers == [None]
+    # Later versions of Python raise the cancel from `wait_for`.
+    assert answers == ([None] if sys.version_info < (3, 12) else [])
 
 
 @virtual
