@@ -49,24 +49,24 @@ PURE = (
     *("forward/protocols", "forward/choosing.py"),
     *("request_plane/admission.py", "request_plane/migration.py", "runtime/backoff.py"),
     *("routing/kv_chain.py", "routing/kv_index.py", "routing/kv_routing.py"),
-    *("routing/pending_requests.py", "routing/pickers.py", "routing/worker_loads.py"),
+    *("routing/pickers.py", "routing/worker_loads.py"),
 )
 
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_058,
+    "dynamo_lite/protocol": 2_032,
     "dynamo_lite/runtime": 6_574,
-    "dynamo_lite/routing": 1_482,
+    "dynamo_lite/routing": 1_037,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
-    "dynamo_lite/vllm": 6_263,
+    "dynamo_lite/vllm": 6_334,
     "dynamo_lite/forward": 6_146,
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 6_448,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_823,
+    "tests": 58_777,
     "tests/simulation": 8_713,
 }
 SLACK = 50
