@@ -61,12 +61,12 @@ BUDGET = {
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
-    "dynamo_lite/vllm": 6_334,
+    "dynamo_lite/vllm": 6_311,
     "dynamo_lite/forward": 6_146,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_448,
+    "dynamo_lite/serve": 6_445,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_777,
+    "tests": 58_785,
     "tests/simulation": 8_713,
 }
 SLACK = 50
