@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 6_445,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_785,
+    "tests": 58_788,
     "tests/simulation": 8_713,
 }
 SLACK = 50
