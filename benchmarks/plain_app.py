@@ -85,7 +85,7 @@ async def main(step_s: float, flags: list[str]) -> None:
     core: Any = NullCore(step_s)
     client = RemoteEngineClient(
         frontend_config(args),
-        lambda *, fail, causal: core,
+        core,
         log_stats=not args.disable_log_stats,
         log_requests=args.enable_log_requests,
     )

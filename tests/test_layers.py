@@ -49,24 +49,24 @@ PURE = (
     *("forward/protocols", "forward/choosing.py"),
     *("request_plane/admission.py", "request_plane/migration.py", "runtime/backoff.py"),
     *("routing/kv_chain.py", "routing/kv_index.py", "routing/kv_routing.py"),
-    *("routing/pending_requests.py", "routing/pickers.py", "routing/worker_loads.py"),
+    *("routing/pickers.py", "routing/worker_loads.py"),
 )
 
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_043,
-    "dynamo_lite/runtime": 6_574,
-    "dynamo_lite/routing": 1_482,
+    "dynamo_lite/protocol": 2_017,
+    "dynamo_lite/runtime": 6_576,
+    "dynamo_lite/routing": 1_037,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
     "dynamo_lite/disagg": 7_351,
-    "dynamo_lite/vllm": 6_263,
+    "dynamo_lite/vllm": 6_312,
     "dynamo_lite/forward": 5_306,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_057,
+    "dynamo_lite/serve": 6_054,
     "dynamo_lite/cli": 2_981,
-    "tests": 58_539,
+    "tests": 58_507,
     "tests/simulation": 8_713,
 }
 SLACK = 50

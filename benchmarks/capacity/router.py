@@ -25,7 +25,7 @@ class Router:
     def __init__(self, events: Events, seed: int):
         self._events = events
         self._phase = random.Random(seed).random
-        self._picker = KvPicker(self, KvRoutingOptions(), now=lambda: events.now)
+        self._picker = KvPicker(self, KvRoutingOptions())
         self._workers: dict[int, DecodeWorkerModel] = {}
         #: One tuple until the members change: the picker looks at all of another one.
         self._members: tuple[EndpointRecord, ...] = ()

@@ -1,9 +1,8 @@
 """Messages of decode workers to routers: which prefixes they hold, and their load.
 
-Every worker publishes notices, numbered from 1 on, and answers snapshot requests. Blocks are named
-by their chain hash (`routing/kv_chain.py`), never by tokens. Changes that are applied in
-order may be repeated from any point on: a snapshot, with all the notices that arrived while it was
-fetched, is what the worker holds.
+Every worker publishes notices, numbered from 1 on. On request it publishes all that it holds,
+behind a `KvCleared` at the beginning of a notice. Blocks are named by their chain hash
+(`routing/kv_chain.py`), never by tokens. Changes that are applied in order may be repeated.
 """
 
 from typing import Annotated
@@ -16,9 +15,7 @@ from dynamo_lite.protocol.records import LeaseId, Natural
 
 BlockHash = Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)]
 
-#: Most parts of one snapshot.
-MAX_PARTS = 4096
-#: Most blocks in a part of a snapshot, or in a notice; approximate.
+#: Most blocks in a notice; approximate.
 HASHES_PER_MESSAGE = 32_768
 
 
@@ -63,32 +60,9 @@ class KvNotice(msgspec.Struct, frozen=True, kw_only=True):
     number: Natural
     load: Load
     changes: list[KvChange] = []
-    wire_version: int = WIRE_VERSION
-
-
-class KvSnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Router to worker. Blocks are divided into parts by their hashes."""
-
-    part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
-    #: The number that the worker chose; 0 in the first request.
-    parts: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS)] = 0
-
-
-class KvSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of one part that the worker holds."""
-
-    lease_id: LeaseId
-    #: Number of the last notice before the snapshot.
-    number: Natural
-    part: Natural
-    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)]
-    #: 0 if the worker does not publish what it holds.
-    block_size_tokens: Count
-    load: Load
-    held: list[BlockHash]
+    #: Tokens per block; 0 if the worker does not publish what it holds.
+    block_size_tokens: Count = 0
     wire_version: int = WIRE_VERSION
 
 
 decode_kv_notice: Decoder[KvNotice] = Decoder(KvNotice)
-decode_kv_snapshot_request: Decoder[KvSnapshotRequest] = Decoder(KvSnapshotRequest)
-decode_kv_snapshot: Decoder[KvSnapshot] = Decoder(KvSnapshot)

@@ -70,7 +70,7 @@ def kv_subject(namespace: str, component: str) -> str:
 
 
 def kv_snapshot_subject(namespace: str, component: str, lease_id: int) -> str:
-    """Snapshot requests to one instance: all prefixes that it holds."""
+    """Requests to one instance to publish all prefixes that it holds."""
     return f"{kv_subject(namespace, component)}.{lease_id:x}.snapshot"
 
 

@@ -130,14 +130,8 @@ class KvIndex:
                 else:
                     held[key] = others ^ bit
 
-    def replace(self, worker: int, hashes: Set[ChainHash]) -> None:
-        """The worker holds exactly these blocks."""
-        held = self.held(worker)
-        self.removed(worker, held - hashes)
-        self.stored(worker, list(hashes - held))
-
     def leave(self, worker: int) -> None:
-        """The worker is gone, and all its blocks."""
+        """All blocks of the worker are gone; it is forgotten until it stores one."""
         if worker not in self._bits:
             return
         self.removed(worker, self.held(worker))

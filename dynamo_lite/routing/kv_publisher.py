@@ -1,25 +1,22 @@
-"""The worker's side: publishes its KV blocks and load, and sends snapshots on request."""
+"""The worker's side: publishes its KV blocks and load, and all of its blocks on request."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.kv import (
     HASHES_PER_MESSAGE,
-    MAX_PARTS,
     KvChange,
     KvCleared,
     KvNotice,
     KvRemoved,
-    KvSnapshot,
     KvStored,
     Load,
-    decode_kv_snapshot_request,
 )
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -43,7 +40,7 @@ class Holdings(Protocol):
 
 
 class KvPublisher:
-    """`serve` answers snapshot requests while its context lasts; `run` publishes until cancelled.
+    """`serve` takes routers' requests while its context lasts; `run` publishes until cancelled.
 
     load: called for each notice. holdings: None for a worker that cannot list its blocks.
     """
@@ -87,19 +84,16 @@ class KvPublisher:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._told_at + LOAD_PERIOD_S, self._load_is_due)
 
-    @contextlib.asynccontextmanager
-    async def serve(self) -> AsyncIterator[None]:
+    def serve(self) -> AbstractAsyncContextManager[None]:
         handler = counted(self._on_request, "kv_snapshot", self._on_drop)
-        async with self._messaging.serve(self._snapshots, handler):
-            yield
+        return self._messaging.serve(self._snapshots, handler)
 
     async def run(self) -> None:
         try:
-            with self._messaging.watch_connection(lambda _: self._wake.set()):
-                while True:
-                    await all_of([self._wake], IDLE_PERIOD_S)
-                    self._wake.clear()
-                    await self._publish()
+            while True:
+                await all_of([self._wake], IDLE_PERIOD_S)
+                self._wake.clear()
+                await self._publish()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -124,7 +118,11 @@ class KvPublisher:
         self._number += 1
         self._told, self._told_at = self._load(), asyncio.get_running_loop().time()
         notice = KvNotice(
-            lease_id=self._lease_id, number=self._number, load=self._told, changes=changes
+            lease_id=self._lease_id,
+            number=self._number,
+            load=self._told,
+            block_size_tokens=self._holdings.block_size_tokens if self._holdings else 0,
+            changes=changes,
         )
         try:
             await self._messaging.publish(self._subject, encode(notice))
@@ -135,35 +133,21 @@ class KvPublisher:
                 self._lease_id,
             )
 
-    async def _on_request(self, payload: bytes) -> bytes:
-        request = decode_kv_snapshot_request(payload)
+    async def _on_request(self, payload: bytes) -> None:
+        """Publishes everything that the engine holds, which includes the pending changes."""
         held = self._holdings.held() if self._holdings else ()
-        parts = request.parts or min(MAX_PARTS, 1 + len(held) // HASHES_PER_MESSAGE)
-        if request.part >= parts:
-            raise ProtocolError(f"no part {request.part} in a snapshot of {parts} parts")
-        return encode(
-            KvSnapshot(
-                lease_id=self._lease_id,
-                number=self._number,
-                part=request.part,
-                parts=parts,
-                block_size_tokens=self._holdings.block_size_tokens if self._holdings else 0,
-                load=self._load(),
-                held=[key for key in held if key % parts == request.part],
-                wire_version=WIRE_VERSION,
-            )
-        )
+        starts = range(0, len(held), HASHES_PER_MESSAGE)
+        parts = [list(held[start : start + HASHES_PER_MESSAGE]) for start in starts]
+        self._pending = [KvCleared(), *(KvStored(hashes=part) for part in parts)]
+        self._wake.set()
 
 
 def _fitting(changes: Sequence[KvChange]) -> int:
     """How many of the first changes fit into one notice; at least one, if there are any."""
     room = HASHES_PER_MESSAGE
     for count, change in enumerate(changes):
-        match change:
-            case KvStored(hashes) | KvRemoved(hashes):
-                room -= len(hashes)
-            case KvCleared():
-                pass
+        if isinstance(change, KvStored | KvRemoved):
+            room -= len(change.hashes)
         if room < 0:
             return max(count, 1)
     return len(changes)

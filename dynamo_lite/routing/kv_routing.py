@@ -13,7 +13,7 @@ from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.routing.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.routing.pickers import Picker, Selection
-from dynamo_lite.routing.worker_loads import KvView, WorkerLoads
+from dynamo_lite.routing.worker_loads import KvView, OwnRequest, WorkerLoads
 
 #: Why a worker was chosen, in this order: it was the only one; it had the session's last request;
 #: no other worker holds more of the prompt; no worker holds any of it; workers that hold more are
@@ -54,9 +54,7 @@ class WorkerChoice:
 
 
 class KvPicker(Picker):
-    """now: monotonic seconds."""
-
-    def __init__(self, view: KvView, options: KvRoutingOptions, *, now: Callable[[], float]):
+    def __init__(self, view: KvView, options: KvRoutingOptions):
         #: Placed requests by reason.
         self.choices: Counter[str] = Counter()
         #: Prompt tokens of all placed requests.
@@ -65,7 +63,7 @@ class KvPicker(Picker):
         self.matched_tokens = 0
         #: May be replaced at any time.
         self.options = options
-        self._view, self._now = view, now
+        self._view = view
         self._loads = WorkerLoads(view)
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
@@ -125,14 +123,11 @@ class KvPicker(Picker):
         ]
         chosen, reason = self._choose(candidates, home)
         self._note(chosen, reason, session, prompt_tokens)
-        shard = self._view.shard(chosen.member.lease_id)
-        self._loads.pending.book(
-            request_id,
-            chosen.member.lease_id,
-            by_size.get(shard.block_size, ()) if shard else (),
-            prompt_tokens=prompt_tokens,
-            prefill_tokens=prompt_tokens - chosen.matched,
-            now=self._now(),
+        lease_id, new = chosen.member.lease_id, list[ChainHash]()
+        if (shard := self._view.shard(lease_id)) is not None:
+            new = list(by_size[shard.block_size][chosen.matched // shard.block_size :])
+        self._loads.book(
+            request_id, OwnRequest(lease_id, new, prompt_tokens, prompt_tokens - chosen.matched)
         )
         return WorkerChoice(chosen, reason, len(candidates))
 
@@ -141,10 +136,10 @@ class KvPicker(Picker):
         self._loads.reported(lease_id)
 
     def answered(self, request_id: str) -> None:
-        self._loads.pending.answered(request_id, self._now())
+        self._loads.answered(request_id)
 
     def released(self, request_id: str) -> None:
-        self._loads.pending.released(request_id)
+        self._loads.released(request_id)
 
     def _match(
         self,
@@ -157,22 +152,14 @@ class KvPicker(Picker):
         by_size: is filled with the prompt's hashes, by block size.
         """
         matched: dict[int, int] = {}
-
-        def note(counts: dict[int, int], size: int) -> None:
-            for worker, count in counts.items():
-                matched[worker] = max(matched.get(worker, 0), count * size)
-
-        seen: set[int] = set()
-        for member in members:
-            shard = self._view.shard(member.lease_id)
-            if shard is None or id(shard.index) in seen:
-                continue
-            seen.add(id(shard.index))
+        # An index has workers of one block size.
+        shards = {id(s.index): s for m in members if (s := self._view.shard(m.lease_id))}
+        for shard in shards.values():
             size = shard.block_size
             if size not in by_size:
                 by_size[size] = hashes(size)
-                note(self._loads.pending.match(by_size[size]), size)
-            note(shard.index.match(by_size[size]), size)
+            found = shard.index.match(by_size[size])
+            matched |= {worker: count * size for worker, count in found.items()}
         return matched
 
     def _choose(self, candidates: Sequence[Candidate], home: int | None) -> tuple[Candidate, str]:
@@ -196,7 +183,6 @@ class KvPicker(Picker):
         self.choices[reason] += 1
         self.prompt_tokens += prompt_tokens
         self.matched_tokens += chosen.matched
-        self._loads.chosen(lease_id)
         if session:
             self._sessions[session] = lease_id
             self._sessions.move_to_end(session)

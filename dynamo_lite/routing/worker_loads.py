@@ -1,4 +1,9 @@
-"""The load of each worker as a router knows it: our requests to it, and those of other routers."""
+"""The load of each worker as a router knows it: our requests to it, and those of other routers.
+
+Reports and KV events only show a request once it is running. Until then the next choice must know
+of it: requests with the same prefix should follow it, and others should see that the worker is
+busier.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +11,8 @@ from typing import Protocol
 
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.routing.kv_chain import ChainHash
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.pending_requests import PendingRequests
 
 #: What a request in the engine counts as, in addition to its prompt.
 REQUEST_LOAD_TOKENS = 32
@@ -36,22 +41,53 @@ class KvView(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class OwnRequest:
+    """One request of this router that has not ended."""
+
+    worker: int
+    #: The prompt's blocks that the worker did not hold; empty after the first token.
+    hashes: Sequence[ChainHash]
+    #: Length of the prompt; 0 after the first token.
+    prompt_tokens: int
+    #: Prompt tokens that have to be computed; 0 after the first token.
+    prefill_tokens: int
+
+
+@dataclass(slots=True)
+class OwnLoad:
+    """The requests of this router at one worker."""
+
+    requests: int = 0
+    #: Sums of those fields of `OwnRequest`.
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+
+
 class WorkerLoads:
-    """Requests in a worker's report that are not ours belong to other routers. Their cache hits are
-    not known, so all of their prompt tokens count."""
+    """Requests are known by their ids; unknown ids are ignored.
+
+    Requests in a worker's report that are not ours belong to other routers. Their cache hits are
+    not known, so all of their prompt tokens count.
+    """
 
     def __init__(self, view: KvView):
-        self.pending = PendingRequests()
         self._view = view
+        self._requests: dict[str, OwnRequest] = {}
+        self._own: dict[int, OwnLoad] = {}
         #: When each worker was last chosen, as a number that grows.
         self._turns: dict[int, int] = {}
         self._turn = 0
         #: Requests and tokens of other routers, by their workers' last reports.
         self._others: dict[int, tuple[int, int]] = {}
 
+    def own(self, lease_id: int) -> OwnLoad:
+        """Read-only."""
+        return self._own.get(lease_id) or OwnLoad()
+
     def of(self, lease_id: int) -> int:
         """Tokens that the worker computes before a new prompt."""
-        ours = self.pending.of(lease_id)
+        ours = self.own(lease_id)
         requests, tokens = ours.requests, ours.prefill_tokens
         if self._view.load(lease_id) is not None:
             others = self._others.get(lease_id, (0, 0))
@@ -66,14 +102,51 @@ class WorkerLoads:
         """Grows each time a worker is chosen; 0 for one that never was."""
         return self._turns.get(lease_id, 0)
 
-    def chosen(self, lease_id: int) -> None:
+    def book(self, request_id: str, request: OwnRequest) -> None:
+        """Counts a request that is sent to its worker, replacing any earlier one of this id.
+
+        The index has its blocks at once: until the worker has published them, or the request has
+        ended without a token.
+        """
+        self.released(request_id)
         self._turn += 1
-        self._turns[lease_id] = self._turn
+        self._turns[request.worker] = self._turn
+        self._requests[request_id] = request
+        own = self._own.setdefault(request.worker, OwnLoad())
+        own.requests += 1
+        own.prompt_tokens += request.prompt_tokens
+        own.prefill_tokens += request.prefill_tokens
+        if (shard := self._view.shard(request.worker)) is not None:
+            shard.index.stored(request.worker, request.hashes)
+
+    def answered(self, request_id: str) -> None:
+        """The request's first token has arrived."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._computed(request)
+
+    def released(self, request_id: str) -> None:
+        """The request has ended, or its worker did not accept it."""
+        if (request := self._requests.pop(request_id, None)) is None:
+            return
+        if (shard := self._view.shard(request.worker)) is not None:
+            shard.index.removed(request.worker, request.hashes)
+        self._computed(request)
+        own = self._own[request.worker]
+        own.requests -= 1
+        if not own.requests:
+            del self._own[request.worker]
+
+    def _computed(self, request: OwnRequest) -> None:
+        own = self._own[request.worker]
+        own.prompt_tokens -= request.prompt_tokens
+        own.prefill_tokens -= request.prefill_tokens
+        request.prompt_tokens = request.prefill_tokens = 0
+        request.hashes = ()
 
     def reported(self, lease_id: int) -> None:
         """The worker has reported a new load."""
         if (report := self._view.load(lease_id)) is not None:
-            ours = self.pending.of(lease_id)
+            ours = self.own(lease_id)
             self._others[lease_id] = (
                 max(0, report.running + report.waiting - ours.requests),
                 max(0, report.prefill_tokens - ours.prompt_tokens),

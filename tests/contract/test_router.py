@@ -96,7 +96,10 @@ class Cluster:
             await self.routers.wait(lambda members: len(members) == 1 + beside, 5)
             assert router._picker is not None
             follower: Any = router._picker._loads._view
-            await eventually(lambda: not follower._repairs, 15)
+            known, members = follower._workers, self.roster.members
+            await eventually(
+                lambda: all(m.lease_id in known and known[m.lease_id].complete for m in members), 15
+            )
             yield router
         finally:
             await self.store.revoke(self.routers.members[-1].lease_id)

@@ -13,8 +13,7 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions
-from dynamo_lite.routing.pending_requests import LINGER_S, PendingRequests
-from dynamo_lite.routing.worker_loads import Shard
+from dynamo_lite.routing.worker_loads import OwnRequest, Shard, WorkerLoads
 from tests.builders import endpoint_record
 
 BLOCK = 4
@@ -37,11 +36,11 @@ class Router:
     """A picker of workers 1 to n, which all tell what they hold."""
 
     def __init__(self, workers: int = 3, **options: Any):
-        self.view, self.index, self.time = View(), KvIndex(10_000), 0.0
+        self.view, self.index = View(), KvIndex(10_000)
         self.members = [endpoint_record(i + 1) for i in range(workers)]
         for m in self.members:
             self.view.shards[m.lease_id] = Shard(BLOCK, self.index)
-        self.picker = KvPicker(self.view, KvRoutingOptions(**options), now=lambda: self.time)
+        self.picker = KvPicker(self.view, KvRoutingOptions(**options))
         self._ids = itertools.count()
 
     def hold(self, lease_id: int, prompt: list[int], **keys: str) -> None:
@@ -140,7 +139,6 @@ def test_a_full_cache_is_left_out_while_another_has_room():
     assert router.pick() == 2
     router.load(2, usage=0.96)
     router.picker.released(router.last)
-    router.time += 10
     assert router.pick() == 1
 
 
@@ -200,44 +198,45 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
 
 
+def test_blocks_stay_known_once_they_are_computed():
+    router = Router(workers=2)
+    first = router.pick()
+    router.picker.answered(router.last)
+    router.picker.released(router.last)
+    assert router.pick() == first
+    assert router.picker.matched_tokens == 40
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bookings_come_to_nothing(seed: int):
     """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
-    rng, bookings, now = random.Random(seed), PendingRequests(), 0.0
+    rng, view = random.Random(seed), View()
+    loads, index = WorkerLoads(view), KvIndex(1000)
+    view.shards = {worker: Shard(BLOCK, index) for worker in range(3)}
     truth: dict[str, list[int]] = {}
     for n in range(200):
-        now += rng.random() / 4
         match rng.choice(["book", "answer", "release"]):
             case "book":
                 request_id = f"r{rng.randrange(40)}"
                 truth[request_id] = [rng.randrange(3), rng.randrange(1, 50)]
                 worker, tokens = truth[request_id]
-                bookings.book(
-                    request_id,
-                    worker,
-                    [rng.randrange(4), 4 + n],
-                    prompt_tokens=2 * tokens,
-                    prefill_tokens=tokens,
-                    now=now,
-                )
+                loads.book(request_id, OwnRequest(worker, [n], 2 * tokens, tokens))
+                assert index.match([n]) == {worker: 1}
             case "answer" if truth:
                 request_id = rng.choice(sorted(truth))
+                index.leave(truth[request_id][0])
                 truth[request_id][1] = 0
-                bookings.answered(request_id, now)
+                loads.answered(request_id)
             case "release" if truth:
                 request_id = rng.choice(sorted(truth))
                 del truth[request_id]
-                bookings.released(request_id)
+                loads.released(request_id)
         for worker in range(3):
             mine = [tokens for at, tokens in truth.values() if at == worker]
-            account = bookings.of(worker)
-            assert (account.requests, account.prefill_tokens) == (len(mine), sum(mine))
-            assert account.prompt_tokens == 2 * sum(mine)
+            own = loads.own(worker)
+            assert (own.requests, own.prefill_tokens) == (len(mine), sum(mine))
+            assert own.prompt_tokens == 2 * sum(mine)
     for request_id in truth:
-        bookings.released(request_id)
-    now += LINGER_S
-    bookings.book("last", 9, [], prompt_tokens=1, prefill_tokens=1, now=now)
-    bookings.released("last")
-    assert repr(bookings) == "<PendingRequests requests=0 lingering=0>"
-    assert not any(bookings.match([key]) for key in range(300))
-    assert all(bookings.of(worker).empty for worker in range(10))
+        loads.released(request_id)
+    assert len(index) == 0
+    assert all(loads.own(worker).requests == 0 for worker in range(3))

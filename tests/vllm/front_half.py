@@ -6,8 +6,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Self
 
@@ -19,13 +18,12 @@ from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillC
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
-from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
-from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from dynamo_lite.vllm.http_options import HttpOptions
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.builders import endpoint_record
@@ -241,26 +239,33 @@ async def open_front(
 ) -> AsyncIterator[Front]:
     """times: `default_timeout_s` and `max_timeout_s` of the app."""
     workers = Workers(leases)
-    deliveries = Deliveries()
-    async with FailoverClient(
-        workers.connected,
-        members=lambda: workers.members,
-        picker=RoundRobin(),
-        on_deltas=deliveries.on_deltas,
-        on_ended=deliveries.on_ended,
-        move_wait_s=move_wait_s,
-    ) as failover:
-        intake = Intake(
-            failover,
-            members=lambda: workers.members,
-            admission=Admission(limits or Limits()),
-            refused=Counter(),
-            client_priority=client_priority,
-        )
+    async with AsyncExitStack() as stack:
+        opened: list[Intake] = []
+
+        async def open_intake(on_deltas: OnDeltas, on_ended: OnEnded) -> Intake:
+            failover = await stack.enter_async_context(
+                FailoverClient(
+                    workers.connected,
+                    members=lambda: workers.members,
+                    picker=RoundRobin(),
+                    on_deltas=on_deltas,
+                    on_ended=on_ended,
+                    move_wait_s=move_wait_s,
+                )
+            )
+            intake = Intake(
+                failover,
+                members=lambda: workers.members,
+                admission=Admission(limits or Limits()),
+                refused=Counter(),
+                client_priority=client_priority,
+            )
+            opened.append(intake)
+            return intake
+
         all_flags = [*flags(model), *extra]
-        open_core = partial(RemoteCore, intake, deliveries)
-        async with open_app(all_flags, open_core, max_body_bytes=max_body_bytes, **times) as app:
-            front = Front(app, workers, intake)
+        async with open_app(all_flags, open_intake, max_body_bytes=max_body_bytes, **times) as app:
+            front = Front(app, workers, opened[0])
             try:
                 yield front
             finally:

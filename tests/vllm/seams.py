@@ -51,6 +51,14 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "num_free_blocks popleft popleft_n remove append append_n prepend_n get_all_free_blocks",
         "vllm/engine/free_blocks.py",
     ),
+    "vllm.distributed.kv_events:BlockStored": (
+        "block_hashes parent_block_hash token_ids block_size medium lora_name extra_keys group_idx",
+        "vllm/engine/kv_events.py",
+    ),
+    "vllm.distributed.kv_events:BlockRemoved": (
+        "block_hashes medium group_idx",
+        "vllm/engine/kv_events.py",
+    ),
     "vllm.v1.engine.async_llm:AsyncLLM": (
         "_run_output_handler _add_request check_admission shutdown output_handler engine_core"
         " output_processor input_processor",

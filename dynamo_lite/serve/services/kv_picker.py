@@ -31,7 +31,7 @@ async def open_kv_picker(
             on_drop=host.drops,
         )
     )
-    picker = KvPicker(follower, options, now=host.clock.monotonic)
+    picker = KvPicker(follower, options)
     follower.on_load(picker.reported)
     host.registry.register(RouterMetrics(picker))
     return picker

@@ -1,6 +1,8 @@
-"""Follows the KV events of this worker's engine.
+"""Follows the KV events of this worker's engine, and converts them into changes of chain hashes.
 
-EngineCore's scheduler publishes them, one batch per step, on a local ZeroMQ socket.
+EngineCore's scheduler publishes what its prefix cache stores and removes, one batch per step, on a
+local ZeroMQ socket. Events name blocks by vLLM's hashes, which depend on vLLM's settings, and
+contain the tokens. They are converted to hashes that can be computed from a prompt.
 """
 
 import asyncio
@@ -10,19 +12,25 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
 
+import msgspec
 import zmq
 import zmq.asyncio
 from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from dynamo_lite.protocol.kv import KvChange
-from dynamo_lite.routing.engine_cache import EngineCache
+from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
+from dynamo_lite.routing.kv_chain import ChainHash, extend, root_hash
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
 #: Batches that the socket queues while this process is busy.
 _MAX_WAITING = 100_000
+#: Medium of blocks on the device. Blocks of other media are in an offloading store.
+_ON_DEVICE = (None, "GPU")
+
+_decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 def kv_events_config() -> KVEventsConfig:
@@ -43,13 +51,20 @@ def followed(engine: VllmConfig, on_drop: OnDrop = uncounted) -> "VllmKvEvents |
 
 
 class VllmKvEvents:
-    """Follows one engine. Implements `KvEvents`. engine: with `kv_events_config`."""
+    """The blocks that one engine holds, according to its events. Implements `KvEvents`.
+
+    Blocks whose KV depends on more than tokens and cache salt (images, prompt embeddings) get no
+    hash, and neither do the blocks behind them. For a model with several groups of layers, only
+    blocks of the first group are followed. engine: with `kv_events_config`.
+    """
 
     def __init__(self, engine: VllmConfig, on_drop: OnDrop):
         assert engine.kv_events_config is not None
         self._endpoint = engine.kv_events_config.endpoint
         self._engine, self._on_drop = engine, on_drop
-        self._cache = EngineCache(lambda: on_drop("kv_event"))
+        #: By vLLM's name of a block: its hash, and how often it is held. vLLM reports a block that
+        #: it holds twice each time; it is gone when it was removed as often.
+        self._held: dict[int | bytes, tuple[ChainHash, int]] = {}
         self._next = 0
 
     @property
@@ -57,8 +72,8 @@ class VllmKvEvents:
         """Valid once the engine is up: its process may change the configured size."""
         return self._engine.cache_config.block_size
 
-    def held(self) -> Sequence[int]:
-        return self._cache.held()
+    def held(self) -> Sequence[ChainHash]:
+        return [chain for chain, _ in self._held.values()]
 
     async def changes(self) -> AsyncIterator[list[KvChange]]:
         """Yields one list per engine step that changed anything. The engine must be up."""
@@ -80,21 +95,77 @@ class VllmKvEvents:
     def take(self, frames: Sequence[bytes]) -> list[KvChange]:
         """Returns the changes of one batch. After a malformed batch or a gap the content of the
         cache is unknown: the changes begin with `KvCleared`."""
-        self._cache.block_size = self.block_size_tokens
         try:
             _, number, payload = frames
-        except ValueError:
-            logger.warning("malformed batch of KV events dropped: %d frames", len(frames))
-            return self._reset()
-        position = int.from_bytes(number, "big")
-        changes = self._reset() if position != self._next else []
-        self._next = position + 1
-        try:
-            return changes + self._cache.take(payload)
-        except ValueError as exc:
+            batch = _decode(payload)
+        except (ValueError, msgspec.DecodeError) as exc:
             logger.warning("malformed batch of KV events dropped: %s", exc)
-            return changes or self._reset()
+            self._next += 1
+            return self._missed()
+        position = int.from_bytes(number, "big")
+        changes = self._missed() if position != self._next else []
+        self._next = position + 1
+        made = (self._change(event) for event in batch.events)
+        return changes + [change for change in made if change is not None]
 
-    def _reset(self) -> list[KvChange]:
+    def _missed(self) -> list[KvChange]:
         self._on_drop("kv_event")
-        return self._cache.clear()
+        return [self._clear()]
+
+    def _clear(self) -> KvCleared:
+        self._held.clear()
+        return KvCleared()
+
+    def _change(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> KvChange | None:
+        if isinstance(event, AllBlocksCleared):
+            return self._clear()
+        if event.group_idx or event.medium not in _ON_DEVICE:
+            return None
+        if isinstance(event, BlockRemoved):
+            gone = self._removed(event.block_hashes)
+            return KvRemoved(hashes=gone) if gone else None
+        if event.block_size != self.block_size_tokens:
+            return None
+        chain = self._stored(event)
+        return KvStored(hashes=chain) if chain else None
+
+    def _stored(self, event: BlockStored) -> list[ChainHash]:
+        """Enters consecutive blocks, and returns their hashes. Drops an event whose parent is not
+        known, or whose tokens and blocks do not fit."""
+        salt, count = _plain_blocks(event)
+        if not count:
+            return []
+        parent, chain = root_hash(salt), list[ChainHash]()
+        if (name := event.parent_block_hash) is not None:
+            parent = self._held.get(name, (None, 0))[0]
+        fits = len(event.token_ids) == len(event.block_hashes) * event.block_size
+        if parent is not None and fits:
+            with contextlib.suppress(ValueError):
+                chain = extend(parent, event.token_ids, event.block_size)[:count]
+        if not chain:
+            self._on_drop("kv_event")
+        for name, made in zip(event.block_hashes, chain, strict=False):
+            self._held[name] = made, self._held.get(name, (made, 0))[1] + 1
+        return chain
+
+    def _removed(self, names: Sequence[int | bytes]) -> list[ChainHash]:
+        """Returns the blocks that are now gone. Unknown names are ignored."""
+        gone: list[ChainHash] = []
+        for name in names:
+            chain, count = self._held.pop(name, (0, 0))
+            if count > 1:
+                self._held[name] = chain, count - 1
+            elif count:
+                gone.append(chain)
+        return gone
+
+
+def _plain_blocks(event: BlockStored) -> tuple[str | None, int]:
+    """The cache salt of a prompt's first block, and how many of the event's blocks get a hash."""
+    salt, blocks = None, len(event.block_hashes)
+    if event.lora_name is not None:
+        return salt, 0
+    keys = [list(own or ()) for own in event.extra_keys or [()] * blocks]
+    if event.parent_block_hash is None and len(keys[0]) == 1 and isinstance(keys[0][0], str):
+        salt = keys[0].pop()
+    return salt, next((count for count, own in enumerate(keys) if own), blocks)

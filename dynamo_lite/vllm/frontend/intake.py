@@ -6,7 +6,7 @@ leave. Which requests are taken, how refusals are counted and what is traced is 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from vllm.v1.engine import EngineCoreRequest
 
@@ -21,7 +21,8 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission
-from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.request_context import RequestContext
 from dynamo_lite.vllm.frontend.request_trace import RequestTraces
@@ -147,6 +148,10 @@ class Intake:
                 reason = "late" if isinstance(error, DeadlineExceeded) else "no_worker"
         self.refused[reason] += 1
         return error
+
+
+#: Opens the intake of an edge with these callbacks of its failover client.
+OpenIntake = Callable[[OnDeltas, OnEnded], Awaitable[Intake]]
 
 
 def _time_left_s(context: RequestContext) -> float:

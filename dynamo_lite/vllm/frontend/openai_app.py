@@ -34,11 +34,13 @@ from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
+from dynamo_lite.vllm.frontend.intake import OpenIntake
 from dynamo_lite.vllm.frontend.invocations import fail_fast_routes, replace_invocations
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
-from dynamo_lite.vllm.frontend.remote_core import OpenCore
+from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
+from dynamo_lite.vllm.migratable import is_causal
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +130,6 @@ def frontend_config(args: Namespace) -> VllmConfig:
     return config
 
 
-def _make_client(args: Namespace, open_core: OpenCore) -> RemoteEngineClient:
-    return RemoteEngineClient(
-        frontend_config(args),
-        open_core,
-        log_stats=not args.disable_log_stats,
-        log_requests=args.enable_log_requests,
-    )
-
-
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
     """The key is checked first: without it no body is received."""
     held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
@@ -148,7 +141,7 @@ def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int)
 @asynccontextmanager
 async def open_app(
     flags: Sequence[str],
-    open_core: OpenCore,
+    open_intake: OpenIntake,
     *,
     default_timeout_s: float = 600.0,
     max_timeout_s: float = 3600.0,
@@ -157,13 +150,24 @@ async def open_app(
 ) -> AsyncIterator[OpenAiApp]:
     """Runs the app while the context is open. Raises ConfigError or StartupError.
 
+    open_intake: called once.
     default_timeout_s, max_timeout_s, tracer: for each request, see `Edge`.
     max_body_bytes: largest body of a request; None for the result of `body_limit`.
     """
     args = parse_args(flags)
     http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
     # In a thread: a model from the hub may have to be downloaded first.
-    client = await asyncio.to_thread(_make_client, args, open_core)
+    config = await asyncio.to_thread(frontend_config, args)
+    deliveries = Deliveries()
+    intake = await open_intake(
+        deliveries.put_nowait,
+        lambda request_id, error: deliveries.put_nowait(SequenceEnd(request_id, error)),
+    )
+    core = RemoteCore(intake, deliveries, causal=is_causal(config.model_config))
+    stats, requests = not args.disable_log_stats, args.enable_log_requests
+    client = await asyncio.to_thread(
+        RemoteEngineClient, config, core, log_stats=stats, log_requests=requests
+    )
     client.start()
     try:
         tasks = await client.get_supported_tasks()

@@ -16,8 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.vllm.frontend.remote_core import OpenCore
-from dynamo_lite.vllm.migratable import is_causal
+from dynamo_lite.vllm.frontend.remote_core import RemoteCore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,14 +27,13 @@ class RemoteEngineClient(AsyncLLM):
 
     The constructor loads the tokenizer, which may take seconds, and runs without an event
     loop; all other methods need one.
-    open_core: called once, by the constructor. log_stats: whether vLLM's request metrics are
-    kept (`/metrics` of the app).
+    log_stats: whether vLLM's request metrics are kept (`/metrics` of the app).
     """
 
     def __init__(
         self,
         vllm_config: "VllmConfig",
-        open_core: OpenCore,
+        core: RemoteCore,
         *,
         log_stats: bool,
         log_requests: bool,
@@ -56,7 +54,8 @@ class RemoteEngineClient(AsyncLLM):
             stream_interval=vllm_config.scheduler_config.stream_interval,
             tracing_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
         )
-        self.engine_core: Any = open_core(fail=self._fail, causal=is_causal(self.model_config))
+        self.engine_core: Any = core
+        core.fail = self._fail
         self.logger_manager = StatLoggerManager(vllm_config, engine_idxs=[0]) if log_stats else None
         self.profiler = None
         self._client_count = 1

@@ -23,55 +23,30 @@ from dynamo_lite.vllm.wire import output_or_error
 
 
 @dataclass(frozen=True)
-class _Ended:
+class SequenceEnd:
+    """A request has ended with an error."""
+
     request_id: str
     error: DynamoLiteError
 
 
-class Deliveries:
-    """Deltas and errors from the failover client, in order, for one `RemoteCore`.
-
-    `on_deltas` and `on_ended` are the failover client's callbacks.
-    """
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
-
-    def on_deltas(self, deltas: list[TokenDelta]) -> None:
-        self._queue.put_nowait(deltas)
-
-    def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
-        self._queue.put_nowait(_Ended(request_id, error))
-
-    async def get(self) -> list[TokenDelta] | _Ended:
-        return await self._queue.get()
-
-
-#: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
-FailRequest = Callable[[str, Exception], list[str]]
-#: Makes the core of an engine client; a `partial` of `RemoteCore`.
-OpenCore = Callable[..., "RemoteCore"]
+#: Deltas and errors from the intake's failover client, in order.
+Deliveries = asyncio.Queue[list[TokenDelta] | SequenceEnd]
 
 
 class RemoteCore(EngineCoreClient):
     """The engine core of one `RemoteEngineClient`.
 
-    intake: takes the requests. deliveries: from the intake's failover client. fail: ends a
-    sequence of the client. causal: whether the model is.
+    intake: takes the requests. deliveries: filled by its callbacks. causal: whether the model is.
     """
 
-    def __init__(
-        self,
-        intake: Intake,
-        deliveries: Deliveries,
-        *,
-        fail: FailRequest,
-        causal: bool,
-    ):
+    def __init__(self, intake: Intake, deliveries: Deliveries, *, causal: bool):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
-        self._intake, self._deliveries = intake, deliveries
-        self._fail, self._causal = fail, causal
+        self._intake, self._deliveries, self._causal = intake, deliveries, causal
+        #: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
+        #: Set by the client.
+        self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
 
     def check_admission(self, n: int) -> None:
         """Raises the 503 without a worker, the 429 if `n` more requests are too many."""
@@ -103,24 +78,24 @@ class RemoteCore(EngineCoreClient):
         """One engine step of one worker."""
         while True:
             received = await self._deliveries.get()
-            if isinstance(received, _Ended):
+            if isinstance(received, SequenceEnd):
                 await self._end(received)
                 continue
             now = time.monotonic()
             for delta in received:
                 self._intake.delivered(delta)
                 if delta.error is not None:
-                    orphans = self._fail(delta.request_id, engine_failure(delta.error))
+                    orphans = self.fail(delta.request_id, engine_failure(delta.error))
                     await self.abort_requests_async(orphans)
             outputs = [output_or_error(delta, now) for delta in received]
             failed = [o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR]
             await self.abort_requests_async(failed)
             return EngineCoreOutputs(outputs=outputs, timestamp=now)
 
-    async def _end(self, ended: _Ended) -> None:
+    async def _end(self, ended: SequenceEnd) -> None:
         """Also aborts the other sequences of the same request."""
         self._intake.leave(ended.request_id, "error", str(ended.error))
-        orphans = self._fail(ended.request_id, http_error(ended.error))
+        orphans = self.fail(ended.request_id, http_error(ended.error))
         await self.abort_requests_async(orphans)
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import math
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,11 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreReadyResponse
 
-from dynamo_lite.request_plane.base import OnDeltas
-from dynamo_lite.request_plane.failover import OnEnded
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
-from dynamo_lite.vllm.frontend.intake import Intake
+from dynamo_lite.vllm.frontend.intake import OpenIntake
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
@@ -35,10 +33,6 @@ from dynamo_lite.vllm.migratable import is_causal
 _BACKLOG = 2048
 #: Timeout of the Rust frontend's wait for its engine, which is this process.
 _CONNECT_S = 60
-
-
-#: Opens the intake of an edge with these callbacks.
-OpenIntake = Callable[[OnDeltas, OnEnded], Awaitable[Intake]]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
-from dynamo_lite.routing.kv_chain import chain_hashes, extend, root_hash
+from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
 
 BLOCK = 4
@@ -86,23 +86,10 @@ def test_a_block_that_is_held_twice_is_gone_when_both_are(engine: Engine):
     assert engine(removed(100)) == [KvRemoved(hashes=[CHAIN[0]])]
 
 
-@pytest.mark.parametrize(
-    ("fields", "keys"),
-    [
-        ({"extra_keys": [("s",), None]}, {"cache_salt": "s"}),
-        ({"extra_keys": [("l",), ("l",)], "lora_name": "l"}, {"lora_name": "l"}),
-        (
-            {"extra_keys": [("l", "s"), ("l",)], "lora_name": "l"},
-            {"lora_name": "l", "cache_salt": "s"},
-        ),
-    ],
-)
-def test_salt_and_adapter_are_part_of_the_hashes(fields: dict, keys: dict, engine: Engine):
-    chain = extend(root_hash(**keys), TOKENS, BLOCK)
-    assert engine(stored(0, 2, **fields)) == [KvStored(hashes=chain[:2])]
-    lora = fields.get("lora_name")
-    rest = stored(2, 3, lora_name=lora, extra_keys=[(lora,)] if lora else None)
-    assert engine(rest) == [KvStored(hashes=chain[2:])]
+def test_the_salt_is_part_of_the_hashes(engine: Engine):
+    chain = chain_hashes(TOKENS, BLOCK, cache_salt="s")
+    assert engine(stored(0, 2, extra_keys=[("s",), None])) == [KvStored(hashes=chain[:2])]
+    assert engine(stored(2, 3)) == [KvStored(hashes=chain[2:])]
 
 
 def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
@@ -112,6 +99,7 @@ def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     assert engine(stored(2, 3)) == []
     assert engine(removed(102, 101)) == []
     assert engine(stored(0, 1, extra_keys=[(("image", 0),)])) == []
+    assert engine(stored(0, 1, extra_keys=[("adapter",)], lora_name="adapter")) == []
 
 
 def test_other_groups_sizes_and_unknown_parents_are_left_out(engine: Engine):

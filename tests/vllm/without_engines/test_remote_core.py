@@ -8,7 +8,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from dynamo_lite.protocol.errors import EngineDied, Overloaded
 from dynamo_lite.protocol.generate import EngineError, TokenDelta
-from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
+from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
 from tests.unit.frontend_core import CoreScene
 
 
@@ -21,7 +21,8 @@ class Scene(CoreScene):
         self.failed: list[tuple[str, str]] = []
         self.raised: list[tuple[str, Exception]] = []
         self._siblings = siblings or {}
-        self.core = RemoteCore(self.intake, self.deliveries, fail=self._fail, causal=True)
+        self.core = RemoteCore(self.intake, self.deliveries, causal=True)
+        self.core.fail = self._fail
 
     def _fail(self, request_id: str, error: Exception) -> list[str]:
         self.failed.append((request_id, str(error)))
@@ -50,13 +51,15 @@ async def test_deltas_and_errors_arrive_in_order():
     for request_id in ("r1", "r2", "r3"):
         await scene.add(request_id)
     assert scene.failover.submitted_ids == ["r1", "r2", "r3"] and scene.admission.in_flight == 3
-    scene.deliveries.on_deltas([TokenDelta(request_id="r1", token_ids=[7])])
-    scene.deliveries.on_ended("r1", EngineDied("its engine died"))
-    scene.deliveries.on_deltas([TokenDelta(request_id="r3", token_ids=[8], finish_reason="length")])
+    scene.deliveries.put_nowait([TokenDelta(request_id="r1", token_ids=[7])])
+    scene.deliveries.put_nowait(SequenceEnd("r1", EngineDied("its engine died")))
+    scene.deliveries.put_nowait(
+        [TokenDelta(request_id="r3", token_ids=[8], finish_reason="length")]
+    )
     [first] = (await scene.core.get_output_async()).outputs
     assert (first.request_id, first.new_token_ids) == ("r1", [7]) and scene.failed == []
-    [last] = (await scene.core.get_output_async()).outputs
-    assert (last.request_id, last.finish_reason) == ("r3", FinishReason.LENGTH)
+    [output] = (await scene.core.get_output_async()).outputs
+    assert (output.request_id, output.finish_reason) == ("r3", FinishReason.LENGTH)
     [(failed, why)] = scene.failed
     assert failed == "r1" and "its engine died" in why
     assert scene.failover.aborted == ["r2"] and scene.admission.in_flight == 0
@@ -65,7 +68,7 @@ async def test_deltas_and_errors_arrive_in_order():
 async def test_a_delta_that_makes_no_sense_ends_its_request():
     scene = Scene()
     await scene.add("r1")
-    scene.deliveries.on_deltas(
+    scene.deliveries.put_nowait(
         [TokenDelta(request_id="r1", token_ids=[], finish_reason="nonsense")]
     )
     [output] = (await scene.core.get_output_async()).outputs
@@ -85,7 +88,7 @@ async def test_an_engine_s_error_reaches_the_client(error: EngineError, status: 
     scene = Scene(siblings={"r1": ["r2"]})
     for request_id in ("r1", "r2"):
         await scene.add(request_id)
-    scene.deliveries.on_deltas(
+    scene.deliveries.put_nowait(
         [TokenDelta(request_id="r1", token_ids=[], finish_reason="error", error=error)]
     )
     await scene.core.get_output_async()

@@ -90,15 +90,12 @@ class Frontend:
         # After the checks of the port and of etcd, because it takes seconds.
         await import_in_thread("dynamo_lite.vllm.frontend.openai_app")
         from dynamo_lite.vllm.frontend.openai_app import open_app
-        from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
-        deliveries = Deliveries()
-        intake = await self._dispatcher.open_intake(host, deliveries.on_deltas, deliveries.on_ended)
         config = self._config
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
-                partial(RemoteCore, intake, deliveries),
+                partial(self._dispatcher.open_intake, host),
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,
