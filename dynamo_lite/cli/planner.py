@@ -15,23 +15,18 @@ import typer
 from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
     EXIT_FAILED,
-    CertificatesDir,
-    EtcdUrl,
     Json,
-    Namespace,
-    StateDir,
     Targets,
 )
 from dynamo_lite.cli.listing import (
     Place,
     facts_of,
     members_in,
-    on_store,
     table,
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.cli.scale import parse_targets
 from dynamo_lite.planner.connector import COMPONENTS, ROLES, by_role
 from dynamo_lite.planner.policy.limits import contradictions, refusals
@@ -66,11 +61,9 @@ app = typer.Typer(
 
 
 @app.command("status")
+@on_graph("nats_url")
 def _status(
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
+    graph: OnGraph,
     as_json: Json = False,
 ) -> None:
     """Show which planner leads, what it wants and why, and what is under way.
@@ -79,52 +72,38 @@ def _status(
     pending (another number has to be wanted for a while) or settling (workers are starting or
     draining). Exit code 1: no planner runs.
     """
-    seen = on_store(state_dir, etcd_url, namespace, certificates, look)
+    seen = graph.on_store(look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
     if not seen.planners:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("pause")
+@on_graph("nats_url")
 def _pause(
+    graph: OnGraph,
     reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
 
-    async def write(store: Store, place: Place) -> None:
-        await pause(store, place, reason)
-
-    on_store(state_dir, etcd_url, namespace, certificates, write)
+    graph.on_store(lambda store, place: pause(store, place, reason))
     print("paused; `dynamo-lite planner resume` goes on")
 
 
 @app.command("resume")
-def _resume(
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
-) -> None:
+@on_graph("nats_url")
+def _resume(graph: OnGraph) -> None:
     """Let the planner decide again."""
 
-    async def write(store: Store, place: Place) -> None:
-        await pause(store, place, None)
-
-    on_store(state_dir, etcd_url, namespace, certificates, write)
+    graph.on_store(lambda store, place: pause(store, place, None))
     print("resumed")
 
 
 @app.command("set")
+@on_graph("nats_url")
 def _set(
+    graph: OnGraph,
     targets: Targets,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Set numbers of workers. The planner reaches them whatever the load is.
 
@@ -138,22 +117,17 @@ def _set(
     """
     wanted = parse_targets(targets)
 
-    async def write(store: Store, place: Place) -> WantedRecord:
-        return await set_counts(store, place, wanted)
-
-    record = on_store(state_dir, etcd_url, namespace, certificates, write)
+    record = graph.on_store(lambda store, place: set_counts(store, place, wanted))
     print(f"set: {_numbers(record.manual)}  (by {record.by})")
 
 
 @app.command("unset")
+@on_graph("nats_url")
 def _unset(
+    graph: OnGraph,
     components: Annotated[
         list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
     ] = None,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Forget numbers that were set and are not reached: the planner decides again.
 
@@ -164,10 +138,7 @@ def _unset(
     dynamo-lite planner unset VllmWorker
     """
 
-    async def write(store: Store, place: Place) -> Mapping[str, int]:
-        return await unset_counts(store, place, components or [])
-
-    gone = on_store(state_dir, etcd_url, namespace, certificates, write)
+    gone = graph.on_store(lambda store, place: unset_counts(store, place, components or []))
     print(f"unset: {_numbers(gone)}" if gone else "no number is set")
 
 
@@ -375,8 +346,4 @@ def as_text(state: PlannerState) -> str:
 
 def _as_line(component: str, role: WantedWorkers) -> str:
     what = f"the last change: {component} {'up' if role.up else 'down'} to {role.count}"
-    if role.leaving:
-        what += f", {len(role.leaving)} drain first"
-    if role.failures:
-        what += f", {role.failures} starts have failed"
     return f"{what}, {max(time.time() - role.at, 0.0):.0f} s ago by {role.by}: {role.reason}"

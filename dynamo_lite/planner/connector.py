@@ -26,21 +26,15 @@ class Connector(Protocol):
     """Each call raises Refused when it is not possible, and another DynamoLiteError when it is not
     known whether it was done."""
 
-    #: Whether `change` drains and ends exactly the worker that it is given. If not (Kubernetes
-    #: chooses), that worker's lease is revoked first, and the number changes when it has drained.
-    chooses_victim: bool
-
     async def counts(self) -> Mapping[str, RoleCounts]:
         """The numbers of workers, by component."""
         ...
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
-        """From now on there are `count` workers, without draining ones. lease_id: the one to
-        remove; 0: only those that do not serve."""
-        ...
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        """Whether this is the one that the next removal should end."""
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        """From now on there are `count` workers, without draining ones; those that are too many
+        drain. victim: the one to remove; None: only those that do not serve."""
         ...
 
     def owns(self, worker: EndpointRecord) -> bool:
@@ -51,8 +45,6 @@ class Connector(Protocol):
 class LocalConnector:
     """The supervisor of the graph on this host. state_dir: of the graph."""
 
-    chooses_victim = True
-
     def __init__(self, state_dir: Path):
         self._state_dir = state_dir
         self._leases: set[int] = set()
@@ -62,12 +54,11 @@ class LocalConnector:
     async def counts(self) -> Mapping[str, RoleCounts]:
         return await self._ask(Counts())
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
-        version = self._version
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        lease_id, version = 0 if victim is None else victim.lease_id, self._version
         await self._ask(Want(component=component, count=count, lease_id=lease_id, version=version))
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        """Each change names its worker."""
 
     def owns(self, worker: EndpointRecord) -> bool:
         return worker.lease_id in self._leases

@@ -2,8 +2,8 @@
 
 A number of replicas is set through the `scale` subresource with the resource version that was
 read, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses which
-pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`, told to leave
-by its lease, and only when it has drained are the replicas lowered.
+pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`. SIGTERM drains
+it, within the pod's `terminationGracePeriodSeconds`.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
 """
 
@@ -34,6 +34,8 @@ class _Spec(msgspec.Struct):
 class _Status(msgspec.Struct):
     replicas: int = 0
     readyReplicas: int = 0
+    #: Of Kubernetes 1.33 or newer, with its feature gate.
+    terminatingReplicas: int = 0
 
 
 class _Metadata(msgspec.Struct):
@@ -48,8 +50,6 @@ class _Workload(msgspec.Struct):
 
 class KubernetesConnector:
     """Implements Connector."""
-
-    chooses_victim = False
 
     def __init__(self, api: KubernetesApi, options: KubernetesOptions):
         self._api = api
@@ -67,7 +67,9 @@ class KubernetesConnector:
     async def counts(self) -> Mapping[str, RoleCounts]:
         return {name: await self._counts(name) for name in self._workloads}
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
         """Sets the replicas. Raises Unavailable also when they are others than were seen last."""
         path = f"{self._path(component)}/scale"
         found = _workload(await self._api.get(path))
@@ -75,23 +77,13 @@ class KubernetesConnector:
             return
         if found.spec.replicas != self._replicas.get(component):
             raise Unavailable(f"Kubernetes: {path} was changed by another client")
+        if victim is not None:
+            await self._prefer(victim.host)
         change: Mapping[str, Any] = {
             "metadata": {"resourceVersion": found.metadata.resourceVersion},
             "spec": {"replicas": count},
         }
         await self._api.patch(path, change)
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        host = worker.host
-        if not re.fullmatch(_SUBJECT, host):
-            raise ProtocolError(f"{host!r} is not the name of a pod")
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
-        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST if ends else None}}}
-        try:
-            await self._api.patch(path, change)
-        except Refused:
-            self._unknown.add(host)
-            raise
 
     def owns(self, worker: EndpointRecord) -> bool:
         """Whether it is a pod of its Deployment."""
@@ -100,14 +92,27 @@ class KubernetesConnector:
         name = workload[0].removeprefix("deployments/")
         return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
 
+    async def _prefer(self, host: str) -> None:
+        """Marks a pod as the one that Kubernetes ends first."""
+        if not re.fullmatch(_SUBJECT, host):
+            raise ProtocolError(f"{host!r} is not the name of a pod")
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
+        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        try:
+            await self._api.patch(path, change)
+        except Refused:
+            self._unknown.add(host)
+            raise
+
     async def _counts(self, component: str) -> RoleCounts:
         found = _workload(await self._api.get(self._path(component)))
         self._replicas[component] = found.spec.replicas
         ready = min(found.status.readyReplicas, found.spec.replicas)
+        too_many = max(found.status.replicas - found.spec.replicas, 0)
         return RoleCounts(
             starting=found.spec.replicas - ready,
             ready=ready,
-            draining=max(found.status.replicas - found.spec.replicas, 0),
+            draining=too_many + found.status.terminatingReplicas,
             devices_each=self._workloads[component][1],
             # The scheduler of Kubernetes knows; a pod without a device stays pending.
             devices_free=100_000,

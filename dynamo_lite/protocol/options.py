@@ -108,8 +108,6 @@ class PlannerOptions:
     start_s: SecondsOption = 60.0
     #: A start that takes longer is withdrawn.
     start_timeout_s: SecondsOption = 600.0
-    #: Longest drain of a removed worker.
-    drain_timeout_s: SecondsOption = 600.0
 
 
 def subset(kind: type[T], options: Any) -> T:

@@ -36,6 +36,7 @@ class ApiServer:
     def __init__(self) -> None:
         self.replicas = {"p": 1, "d": 2}
         self.ready = {"p": 1, "d": 2}
+        self.terminating = {"p": 0, "d": 0}
         self.versions = {"p": 10, "d": 20}
         self.token = "first"
         self.pods: dict[str, dict[str, str]] = {}
@@ -69,7 +70,11 @@ class ApiServer:
         return {
             "metadata": {"name": name, "resourceVersion": str(self.versions[name])},
             "spec": {"replicas": self.replicas[name]},
-            "status": {"replicas": self.replicas[name], "readyReplicas": self.ready[name]},
+            "status": {
+                "replicas": self.replicas[name],
+                "readyReplicas": self.ready[name],
+                "terminatingReplicas": self.terminating[name],
+            },
         }
 
     async def _scale(self, request: web.Request, name: str) -> web.Response:
@@ -214,14 +219,23 @@ def pod(host: str) -> EndpointRecord:
     return endpoint_record(1, P, "prefill", host=host)
 
 
-async def test_the_victim_is_marked(server: ApiServer, account: Path):
+async def test_the_victim_is_marked_before_the_replicas_are_lowered(
+    server: ApiServer, account: Path
+):
     connector = connect(server, account)
-    await connector.prefer(pod("d-7f9-x2"))
-    assert server.pods == {"d-7f9-x2": {COST: "-2147483647"}}
-    await connector.prefer(pod("d-7f9-x2"), ends=False)
-    assert server.pods == {"d-7f9-x2": {}}
+    await connector.counts()
+    server.faults = [None, None, 503]
+    with pytest.raises(Unavailable):
+        await connector.change(D, 1, pod("d-7f9-x2"))
+    assert (server.pods, server.replicas["d"]) == ({"d-7f9-x2": {COST: "-2147483647"}}, 2)
+    server.terminating["d"] = 1
+    await connector.change(D, 1, pod("d-7f9-x2"))
+    server.ready["d"] = 1
+    now = (await connector.counts())[D]
+    assert (now.ready, now.draining) == (1, 1)
     with pytest.raises(ProtocolError, match="not the name of a pod"):
-        await connector.prefer(pod("../../secrets/x"))
+        await connector.change(D, 0, pod("../../secrets/x"))
+    assert server.replicas["d"] == 1
 
 
 async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
@@ -232,9 +246,10 @@ async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
         return [host for host in hosts if connector.owns(pod(host))]
 
     assert owned() == ["p-1", "p-x"]
-    server.faults = [404]
+    await connector.counts()
+    server.faults = [None, 404]
     with pytest.raises(Refused):
-        await connector.prefer(pod("p-x"))
+        await connector.change(P, 0, pod("p-x"))
     assert owned() == ["p-1"]
 
 
@@ -280,15 +295,11 @@ async def test_a_planner_scales_a_deployment(
             await bench.want(VllmWorker=3)
             await eventually(lambda: server.replicas["d"] == 3)
             server.ready["d"] = 3
-            await bench.until_quiet()
+            await bench.until_reached()
             victims = {f"host-{await bench.worker(D):x}" for _ in range(3)}
             server.faults = [None, None, 503]
-            bench.facts["in_flight"] = 3
             await bench.want(VllmWorker=2)
-            await eventually(lambda: server.pods != {})
-            assert set(server.pods) < victims
-            assert server.replicas["d"] == 3  # until it has drained
-            bench.facts["in_flight"] = 0
             await eventually(lambda: server.replicas["d"] == 2)
+            assert server.pods != {} and set(server.pods) < victims
             server.ready["d"] = 2
-            await bench.until_quiet()
+            await bench.until_reached()

@@ -155,7 +155,7 @@ def _with_writers_that_leave(
 ) -> Scenario:
     """Pods are removed while writes are slow and many clients leave: a worker without requests may
     still be written into, or write."""
-    options = replace(planner.options, budget_devices=8, decode_min=1, drain_timeout_s=25.0)
+    options = replace(planner.options, budget_devices=8, decode_min=1)
     waves = [ask.at_s for ask in scenario.asks]
     wishes = tuple(
         Wish(at_s=rng.choice(waves) + rng.uniform(0.0, 0.5), component=component, count=count)
@@ -232,7 +232,6 @@ def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
         cooldown_s=rng.uniform(0.3, 2.0),
         start_s=rng.uniform(0.5, 2.0),
         start_timeout_s=rng.uniform(2.5, 5.0),
-        drain_timeout_s=rng.choice((2.0, 8.0, 25.0)),
     )
 
 

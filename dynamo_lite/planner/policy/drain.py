@@ -7,26 +7,34 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.protocol.records import EndpointRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainCandidate:
-    """A worker that may be removed."""
+class WorkerSeen:
+    """A live worker."""
 
-    lease_id: int
+    record: EndpointRecord
+    #: See `compose.state_of`.
+    state: str
     #: Requests of a decode worker, jobs of a prefill worker; None: not known.
     in_flight: int | None
-    #: Whether it can work: it is ready, and its engine is healthy.
-    serves: bool = True
-    #: Seconds since the epoch.
-    started_at: float = 0.0
+
+    @property
+    def lease_id(self) -> int:
+        return self.record.lease_id
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can work: it is ready, and its engine is healthy."""
+        return self.state == "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
     """The worker to remove."""
 
-    lease_id: int
+    record: EndpointRecord
     reason: str
 
 
@@ -38,7 +46,7 @@ class NoVictim:
 
 
 def victim(
-    workers: Sequence[DrainCandidate],
+    workers: Sequence[WorkerSeen],
     *,
     among: Container[int] | None = None,
     force: bool = False,
@@ -50,7 +58,7 @@ def victim(
     """
     ranked = sorted(
         (one for one in workers if among is None or one.lease_id in among),
-        key=lambda one: (*_rank(one), -one.started_at, one.lease_id),
+        key=lambda one: (*_rank(one), -one.record.started_at, one.lease_id),
     )
     if not ranked:
         return NoVictim(reason="there is no worker")
@@ -60,14 +68,14 @@ def victim(
     how = "least busy"
     if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
         how = "youngest of the least busy"
-    return Victim(lease_id=chosen.lease_id, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
+    return Victim(record=chosen.record, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
 
 
-def _rank(one: DrainCandidate) -> tuple[bool, bool, int]:
+def _rank(one: WorkerSeen) -> tuple[bool, bool, int]:
     return one.serves, one.in_flight is None, one.in_flight or 0
 
 
-def _state(one: DrainCandidate) -> str:
+def _state(one: WorkerSeen) -> str:
     if not one.serves:
         return "it cannot work now"
     return "what it runs is not known" if one.in_flight is None else f"{one.in_flight} in flight"

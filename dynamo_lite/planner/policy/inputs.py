@@ -18,14 +18,6 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastChange:
-    """The last change of a role's number that a planner has ordered, this one or another."""
-
-    up: bool
-    age_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoleSeen:
     """One role."""
 
@@ -35,10 +27,9 @@ class RoleSeen:
     others: int = 0
     #: Age of the youngest serving worker; None: there is none, or its age is not known.
     youngest_s: float | None = None
-    #: Failed starts in a row.
-    failures: int = 0
-    #: None: none is known.
-    changed: LastChange | None = None
+    #: The last change that a planner has ordered, this one or another: whether it was one to more,
+    #: and when, by that planner's clock. None: none is known.
+    changed: tuple[bool, float] | None = None
 
     @property
     def count(self) -> int:

@@ -31,7 +31,6 @@ from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals
 from dynamo_lite.planner.policy.step import RoleStep, RoleWish
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.runtime.backoff import Backoff
 
 #: Without a tick for this many tick times the load counts as unknown in between.
 _MISSED_TICKS = 3
@@ -41,7 +40,6 @@ _BUSY_S = 1.0
 _BELIEVES, _FORGETS = 0.1, 0.005
 #: Workers that are younger than this and than half the time of a start teach nothing.
 _YOUNG_S = 30.0
-_START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
 
 def plan(
@@ -163,19 +161,21 @@ def _noted(
         )
         since = now if memory.known_since is None else memory.known_since
         memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
-    retry_at = memory.retry_at
-    if seen.failures > memory.failures:
-        retry_at = now + _START_BACKOFF.after_exit(seen.failures - 1, 0.0).delay_s
-    since = None
+    if seen.changed != memory.changed:
+        memory = replace(memory, changed=seen.changed, changed_at=now)
+    return replace(_started(memory, seen, now), count=seen.count)
+
+
+def _started(memory: RoleMemory, seen: RoleSeen, now: float) -> RoleMemory:
+    """With what has become of starts. Those have failed without which there are too few."""
     if seen.counts.starting:
         since = now if memory.starting_since is None else memory.starting_since
-    return replace(
-        memory,
-        starting_since=since,
-        count=seen.count,
-        failures=seen.failures,
-        retry_at=retry_at if seen.failures else 0.0,
-    )
+        return replace(memory, starting_since=since, expected=max(memory.expected, seen.count))
+    if memory.starting_since is None:
+        return replace(memory, expected=0)
+    if seen.count < memory.expected:
+        return replace(memory.failed(now), expected=0)
+    return replace(memory, starting_since=None, expected=0, failures=0, retry_at=0.0)
 
 
 def _within_budget(
@@ -241,7 +241,13 @@ def _granted(
 
 
 def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
-    """With a change of the last proposal that was really begun; call it for each of them."""
-    one = memory.role(change.role)
-    changed = replace(one, count=(one.count or 0) + change.by, up_ticks=0)
-    return replace(memory, roles={**memory.roles, change.role: changed})
+    """With a change of the last proposal that was really begun; call it for each of them. A start
+    that was refused counts as begun: it fails."""
+    one, now = memory.role(change.role), memory.at or 0.0
+    count = (one.count or 0) + change.by
+    one = replace(one, count=count, up_ticks=0)
+    if change.withdraws:
+        one = replace(one.failed(now), expected=0)
+    elif change.by > 0:
+        one = replace(one, starting_since=now, expected=count)
+    return replace(memory, roles={**memory.roles, change.role: one})

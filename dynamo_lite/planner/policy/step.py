@@ -171,13 +171,14 @@ class RoleStep:
 
     def _until_reversal(self, *, up: bool) -> str:
         """Why a change in this direction has to wait for the last one; empty if it has not."""
-        last = self._seen.changed
-        if last is None or last.up is up:
+        memory = self._memory
+        if memory.changed is None or memory.changed[0] is up:
             return ""
-        rest = max(self._limits.cooldown_s, self._limits.start_s) - last.age_s
+        wait_s = max(self._limits.cooldown_s, self._limits.start_s)
+        rest = memory.changed_at + wait_s - self._now
         if rest <= 0:
             return ""
-        return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
+        return f"the last change was {'down' if up else 'up'}: no reversal for {rest:.0f} s"
 
     def _plan(self, state: PlanState, wanted: int | None, reason: str) -> RolePlan:
         return RolePlan(state=state, count=self._seen.count, wanted=wanted, reason=reason)
