@@ -12,6 +12,7 @@ from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
 from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
+from dynamo_lite.planner.observation import decode_load
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     PrefillLoad,
@@ -20,7 +21,6 @@ from dynamo_lite.planner.policy.inputs import (
     Seen,
 )
 from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from dynamo_lite.planner.policy.drain import (
     NoVictim,
     Safe,
     Unsafe,
+    Victim,
     WorkerSeen,
     safe,
     victim,
@@ -43,16 +44,6 @@ _GRACE_S, _TTL_S = 30.0, 30.0
 _COLUMNS = ("", "component", "lease", "state", "in_flight")
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrainChoice:
-    """The worker to drain."""
-
-    record: EndpointRecord
-    reason: str
-    #: All of its role, for people.
-    table: str
 
 
 @on_graph("nats_url")
@@ -109,9 +100,9 @@ def drain(
     async def work() -> bool:
         """Returns whether its work was cut off."""
         if component is not None:
-            choice = await pick(place, component, force=force)
+            choice, shown = await pick(place, component, force=force)
         else:
-            choice = await find(place, wanted, force=force)
+            choice, shown = await find(place, wanted, force=force)
         record = choice.record
         facts = {
             "component": record.component,
@@ -119,7 +110,7 @@ def drain(
             "host": record.host,
             "reason": choice.reason,
         }
-        print(json.dumps(facts) if as_json else choice.table, flush=True)
+        print(json.dumps(facts) if as_json else shown, flush=True)
         say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
         say(f"{record.component} {record.lease_id:x}: {choice.reason}")
         if dry_run:
@@ -152,8 +143,9 @@ def parse_lease(text: str) -> int:
 
 async def pick(
     place: Place, component: str, *, force: bool, among: Set[int] | None = None
-) -> DrainChoice:
-    """The least busy worker of a component. among: the leases that may be chosen; None: all.
+) -> tuple[Victim, str]:
+    """The least busy worker of a component, and a table of all. among: the leases that may be
+    chosen; None: all.
 
     Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
     """
@@ -166,11 +158,10 @@ async def pick(
     found = victim(workers, among=among, force=force)
     if isinstance(found, NoVictim):
         raise ConfigError([f"--pick {component}: {found.reason}; --force drains it"])
-    shown = _as_table(workers, found.record.lease_id)
-    return DrainChoice(record=found.record, reason=found.reason, table=shown)
+    return found, _as_table(workers, found.record.lease_id)
 
 
-async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
+async def find(place: Place, lease_id: int, *, force: bool) -> tuple[Victim, str]:
     """The process with this lease. Raises as `pick`."""
     seen = await look(await members(place), place.certificates())
     record = seen.records.get(lease_id)
@@ -183,8 +174,7 @@ async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
         raise ConfigError(
             [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
         )
-    chosen = _as_table(workers, lease_id)
-    return DrainChoice(record=record, reason="as asked", table=chosen)
+    return Victim(record=record, reason="as asked"), _as_table(workers, lease_id)
 
 
 def _as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:

@@ -139,7 +139,9 @@ async def _least_busy(state_dir: Path, component: str) -> tuple[int, str]:
     if component not in ROLES:
         return ready[-1], f"lease {ready[-1]:x}"
     # Whether the last one may go was decided with the target.
-    choice = await pick(find_place(state_dir, None, None), component, force=True, among=set(ready))
+    choice, _ = await pick(
+        find_place(state_dir, None, None), component, force=True, among=set(ready)
+    )
     lease_id = choice.record.lease_id
     return lease_id, f"lease {lease_id:x}, {choice.reason}"
 

@@ -16,7 +16,7 @@ import msgspec
 from dynamo_lite.planner.config import KubernetesOptions
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.protocol.errors import ProtocolError, Refused, Unavailable
+from dynamo_lite.protocol.errors import ProtocolError, Unavailable
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
@@ -59,8 +59,6 @@ class KubernetesConnector:
         }
         #: Component to its workload and the devices of one worker.
         self._workloads = {name: each for name, each in found.items() if each[0]}
-        #: Hosts that the server does not know as pods.
-        self._unknown: set[str] = set()
         #: By component, as they were seen last.
         self._replicas: dict[str, int] = {}
 
@@ -90,7 +88,7 @@ class KubernetesConnector:
         if (workload := self._workloads.get(worker.component)) is None:
             return False
         name = workload[0].removeprefix("deployments/")
-        return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
+        return worker.host.startswith(f"{name}-")
 
     async def _prefer(self, host: str) -> None:
         """Marks a pod as the one that Kubernetes ends first."""
@@ -98,11 +96,7 @@ class KubernetesConnector:
             raise ProtocolError(f"{host!r} is not the name of a pod")
         path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
         change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
-        try:
-            await self._api.patch(path, change)
-        except Refused:
-            self._unknown.add(host)
-            raise
+        await self._api.patch(path, change)
 
     async def _counts(self, component: str) -> RoleCounts:
         found = _workload(await self._api.get(self._path(component)))

@@ -246,11 +246,6 @@ async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
         return [host for host in hosts if connector.owns(pod(host))]
 
     assert owned() == ["p-1", "p-x"]
-    await connector.counts()
-    server.faults = [None, 404]
-    with pytest.raises(Refused):
-        await connector.change(P, 0, pod("p-x"))
-    assert owned() == ["p-1"]
 
 
 def test_a_role_without_a_deployment_has_no_own_pods(account: Path):

@@ -3,7 +3,7 @@
 All times are monotonic seconds of the process that asks.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.planner.policy.inputs import Role
@@ -140,46 +140,34 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> 
     """
     if leaving.ended:
         return Safe(reason="its process has ended")
-    if leaving.listed:
-        return Unsafe(reason="it is still listed: it may get work")
-    if leaving.in_flight is None or leaving.idle_at is None:
-        return _after_ttl(leaving, now, landed_s, "it does not report its running work")
-    if leaving.in_flight:
-        what = "requests" if leaving.role is Role.DECODE else "jobs"
-        return _after_ttl(leaving, now, landed_s, f"{leaving.in_flight} {what} in flight")
-    if leaving.role is Role.DECODE:
-        return _own_ledger(writers.get(leaving.lease_id), leaving.idle_at)
-    return _all_ledgers(leaving, leaving.idle_at, writers, now, landed_s)
-
-
-def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Safe | Unsafe:
-    if said is None or said[1] < idle_at:
-        return Unsafe(reason="its ledger was not reported after it became idle")
-    if said[0]:
-        return Unsafe(reason=f"{len(said[0])} writers may still write into its blocks")
-    return Safe(reason="no request, and no writer")
-
-
-def _all_ledgers(
-    leaving: Leaving, idle_at: float, writers: Writers, now: float, landed_s: float
-) -> Safe | Unsafe:
-    unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
-    if unknown:
-        leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
-        return _after_ttl(
-            leaving, now, landed_s, f"decode workers that do not report their writers: {leases}"
-        )
-    naming = [
-        lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
-    ]
-    if naming:
-        leases = ", ".join(f"{lease:x}" for lease in sorted(naming))
-        return _after_ttl(leaving, now, landed_s, f"attempts that it may write: of {leases}")
-    return Safe(reason="idle, and no decode worker waits for a write of it")
-
-
-def _after_ttl(leaving: Leaving, now: float, landed_s: float, why: str) -> Safe | Unsafe:
+    if not (why := _danger(leaving, writers)):
+        return Safe(reason="it has no work, and no write into or from its memory is awaited")
     gone_at = leaving.unlisted_at
     if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
         return Safe(reason=f"its lease is gone for {landed_s:g} s: none of its writes can land")
     return Unsafe(reason=why)
+
+
+def _danger(leaving: Leaving, writers: Writers) -> str:
+    """What its end could harm; empty if nothing."""
+    idle_at = leaving.idle_at
+    if leaving.listed:
+        return "it is still listed: it may get work"
+    if leaving.in_flight is None or idle_at is None:
+        return "it does not report its running work"
+    decodes = leaving.role is Role.DECODE
+    if leaving.in_flight:
+        return f"{leaving.in_flight} {'requests' if decodes else 'jobs'} in flight"
+    asked = {leaving.lease_id: writers.get(leaving.lease_id)} if decodes else writers
+    said = {lease: each[0] for lease, each in asked.items() if each and each[1] >= idle_at}
+    if unknown := asked.keys() - said.keys():
+        return f"decode workers that have not reported their writers since: {_leases(unknown)}"
+    if decodes:
+        into = said[leaving.lease_id]
+        return f"{len(into)} writers may still write into its blocks" if into else ""
+    naming = [lease for lease, each in said.items() if leaving.lease_id in each]
+    return f"attempts that it may write: of {_leases(naming)}" if naming else ""
+
+
+def _leases(leases: Iterable[int]) -> str:
+    return ", ".join(f"{lease:x}" for lease in sorted(leases))

@@ -52,19 +52,14 @@ def plan(
         return replace(memory, at=now, roles=forgotten), Proposal(hold=held)
     memory = _learnt(memory, seen, limits, now)
     needs = _needs(memory, seen, limits)
-    memories: dict[Role, RoleMemory] = {}
-    wishes: dict[Role, RoleWish] = {}
-    plans: dict[Role, RolePlan] = {}
     steps: dict[Role, RoleStep] = {}
     for role in (role for role in Role if role in seen.roles):
-        one = seen.roles[role]
-        remembered = _noted(memory.role(role), one, needs[role], limits, now)
-        wanted = seen.manual.get(role)
-        step = steps[role] = RoleStep(role, remembered, one, needs[role], limits, now)
-        memories[role], wishes[role], plans[role] = (
-            step.demand() if wanted is None else step.manual(wanted)
-        )
-    actions, plans = _within_budget(seen, steps, wishes, plans, limits)
+        one, need = seen.roles[role], needs[role]
+        noted = _noted(memory.role(role), one, need, limits, now)
+        steps[role] = RoleStep(role, noted, one, need, limits, now)
+    wishes = {role: step.wish(seen.manual.get(role)) for role, step in steps.items()}
+    memories = {role: step.memory for role, step in steps.items()}
+    actions, plans = _within_budget(seen, wishes, limits)
     if seen.hold:
         plans = {role: replace(each, state="hold") for role, each in plans.items()}
         proposal = Proposal(held=actions, hold=seen.hold, roles=plans)
@@ -179,23 +174,19 @@ def _started(memory: RoleMemory, seen: RoleSeen, now: float) -> RoleMemory:
 
 
 def _within_budget(
-    seen: Seen,
-    steps: Mapping[Role, RoleStep],
-    wishes: Mapping[Role, RoleWish],
-    plans: dict[Role, RolePlan],
-    limits: PlannerOptions,
+    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
 ) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
     """The changes that the budget allows: fewer workers, then more."""
     first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
     granted = _granted(seen, wishes, limits)
-    plans = dict(plans)
+    plans = {role: wish.plan for role, wish in wishes.items()}
     last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
             last.append(Change(role=role, by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
-            if (removal := _makes_room(role, seen, steps, wishes)) is not None:
+            if (removal := _makes_room(role, seen, wishes)) is not None:
                 first += [] if removal in first else [removal]
                 said = f"a {removal.role.value} worker is removed for it; "
             reason = f"no device is free within the budget; {said}{plans[role].reason}"
@@ -203,19 +194,13 @@ def _within_budget(
     return (*first, *last), plans
 
 
-def _makes_room(
-    role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
-) -> Change | None:
+def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RoleWish]) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
     borne. Where a worker drains, its device becomes free without another one's removal."""
+    drains = any(one.counts.draining for one in seen.roles.values())
     for other, wish in wishes.items():
-        if other is role or wish.add:
-            continue
-        if wish.fewer is not None:
-            return wish.fewer
-        drains = any(one.counts.draining for one in seen.roles.values())
-        if wish.gives and not seen.manual and not drains:
-            return steps[other].removal_for(role)
+        if other is not role and not wish.add:
+            return wish.fewer or (None if seen.manual or drains else wish.gives)
     return None
 
 
