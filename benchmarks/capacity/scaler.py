@@ -1,7 +1,7 @@
 """The shipped planner on the simulated graph.
 
-The decisions are those of `planner/policy/planner.py`, the loads those of `observed.py` there. They
-are those of the tick's moment; in a graph they are up to a second older.
+The decisions are those of `planner/policy/planner.py`, the loads those of `planner/observation.py`.
+They are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
