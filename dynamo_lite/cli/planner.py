@@ -1,12 +1,11 @@
 """`dynamo-lite planner`: what the planner does, and an operator's orders to it."""
 
-import contextlib
 import json
 import os
 import pwd
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,13 +32,12 @@ from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
-_TRIES = 20
 _COLUMNS = ("component", "count", "wanted", "state", "reason")
 _NONE = "no planner runs; graphs.disagg_planner has one"
 
@@ -193,7 +191,7 @@ async def look(store: Store, place: Place) -> PlannerState:
 async def pause(store: Store, place: Place, reason: str | None) -> None:
     """reason: None: the planner decides again."""
     paused = None if reason is None else reason[:1024]
-    await _edit(store, place, lambda record: replace(record, paused=paused, by=_whoami()))
+    await edit(store, place.namespace, lambda record: replace(record, paused=paused, by=_whoami()))
 
 
 async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> WantedRecord:
@@ -209,9 +207,9 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
     if mistakes := _refusals(facts, wanted, state.wanted.manual):
         raise ConfigError(mistakes)
-    return await _edit(
+    return await edit(
         store,
-        place,
+        place.namespace,
         lambda record: replace(record, manual={**record.manual, **wanted}, by=_whoami()),
     )
 
@@ -234,21 +232,11 @@ async def unset_counts(
         left = {name: number for name, number in record.manual.items() if name not in gone}
         return replace(record, manual=left, by=_whoami()) if left != record.manual else record
 
-    await _edit(store, place, without)
+    await edit(store, place.namespace, without)
     return gone
 
 
-async def _edit(
-    store: Store, place: Place, change: Callable[[WantedRecord], WantedRecord]
-) -> WantedRecord:
-    """Raises Unavailable after many conflicts with other writers."""
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(Unavailable):
-            return await edit(store, place.namespace, change)
-    return await edit(store, place.namespace, change)
-
-
-async def check_options(store: Store, place: Place, edit: Edit) -> None:
+async def check_options(store: Store, place: Place, change: Edit) -> None:
     """Raises ConfigError when the planner's options would contradict each other.
 
     The values of the file and the devices of one worker are those that a live planner reports, or
@@ -259,9 +247,9 @@ async def check_options(store: Store, place: Place, edit: Edit) -> None:
     for facts in (await _facts(store, place)).values():
         file |= facts.get("options", {}).get("file", {})
         devices |= facts.get("planner", {}).get("devices", {})
-    replaced = replaces("Planner", edit)
+    replaced = replaces("Planner", change)
     now = {} if replaced else await read(store, place.namespace, "Planner")
-    planned = applied({**file, **edited(now, edit)}, PlannerOptions())
+    planned = applied({**file, **edited(now, change)}, PlannerOptions())
     if mistakes := contradictions(planned, by_role(devices)):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 

@@ -1,9 +1,9 @@
 """Deployments as the place where workers are started and removed.
 
-A number of replicas is set through the `scale` subresource with the resource version that was
-read, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses which
-pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`. SIGTERM drains
-it, within the pod's `terminationGracePeriodSeconds`.
+A number of replicas is set through the `scale` subresource with the resource version on which it
+was decided, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses
+which pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`. SIGTERM
+drains it, within the pod's `terminationGracePeriodSeconds`.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from dynamo_lite.planner.config import KubernetesOptions
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
@@ -59,8 +59,8 @@ class KubernetesConnector:
         }
         #: Component to its workload and the devices of one worker.
         self._workloads = {name: each for name, each in found.items() if each[0]}
-        #: By component, as they were seen last.
-        self._replicas: dict[str, int] = {}
+        #: The resource version of each that `counts` saw last.
+        self._versions: dict[str, str] = {}
 
     async def counts(self) -> Mapping[str, RoleCounts]:
         return {name: await self._counts(name) for name in self._workloads}
@@ -68,20 +68,14 @@ class KubernetesConnector:
     async def change(
         self, component: str, count: int, victim: EndpointRecord | None = None
     ) -> None:
-        """Sets the replicas. Raises Unavailable also when they are others than were seen last."""
-        path = f"{self._path(component)}/scale"
-        found = _workload(await self._api.get(path))
-        if found.spec.replicas == count:
-            return
-        if found.spec.replicas != self._replicas.get(component):
-            raise Unavailable(f"Kubernetes: {path} was changed by another client")
+        """Sets the replicas, if nothing has changed since the last `counts`."""
         if victim is not None:
             await self._prefer(victim.host)
         change: Mapping[str, Any] = {
-            "metadata": {"resourceVersion": found.metadata.resourceVersion},
+            "metadata": {"resourceVersion": self._versions[component]},
             "spec": {"replicas": count},
         }
-        await self._api.patch(path, change)
+        await self._api.patch(f"{self._path(component)}/scale", change)
 
     def owns(self, worker: EndpointRecord) -> bool:
         """Whether it is a pod of its Deployment."""
@@ -99,8 +93,12 @@ class KubernetesConnector:
         await self._api.patch(path, change)
 
     async def _counts(self, component: str) -> RoleCounts:
-        found = _workload(await self._api.get(self._path(component)))
-        self._replicas[component] = found.spec.replicas
+        answer = await self._api.get(self._path(component))
+        try:
+            found = msgspec.convert(answer, _Workload)
+        except msgspec.ValidationError as exc:
+            raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc
+        self._versions[component] = found.metadata.resourceVersion
         ready = min(found.status.readyReplicas, found.spec.replicas)
         too_many = max(found.status.replicas - found.spec.replicas, 0)
         return RoleCounts(
@@ -115,10 +113,3 @@ class KubernetesConnector:
     def _path(self, component: str) -> str:
         workload = self._workloads[component][0]
         return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload}"
-
-
-def _workload(answer: dict[str, Any]) -> _Workload:
-    try:
-        return msgspec.convert(answer, _Workload)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc

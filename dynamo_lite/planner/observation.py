@@ -4,18 +4,15 @@ What a worker does not report is unknown and not 0: sums are then only what is n
 something beside them is left out, so that no worker is removed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.overview import compose
 from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
 from dynamo_lite.runtime.overview.model import LiveProcess, Overview
 from dynamo_lite.runtime.overview.observer import Observer
-from dynamo_lite.runtime.process.component import Host
 
 #: Every prompt has one of them once it has KV blocks.
 _VERDICTS = ("local", "remote")
@@ -43,26 +40,11 @@ class Observed:
 
 
 class Observation:
-    """Async context manager. Raises StoreUnavailable without a first list of members."""
+    """now: monotonic."""
 
-    def __init__(self, host: Host):
-        self._now = host.clock.monotonic
-        self._observer = Observer(
-            host.store, host.spec.namespace, host.drops, host.clock.wall, host.certificates
-        )
+    def __init__(self, observer: Observer, now: Callable[[], float]):
+        self._observer, self._now = observer, now
         self._history = CounterHistory(_RATE_S)
-
-    async def __aenter__(self) -> Self:
-        await self._observer.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._observer.__aexit__(*exc_info)
-
-    @property
-    def members(self) -> Mapping[int, EndpointRecord]:
-        """The main record of each live process, by its lease."""
-        return self._observer.members
 
     async def look(self) -> Observed:
         """The load now. Takes as long as the slowest process needs to respond, 1 s at most."""

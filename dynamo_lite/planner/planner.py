@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.planner.connector import COMPONENTS, Connector, LocalConnector, by_role
+from dynamo_lite.planner.connector import COMPONENTS, Connector, LocalConnector
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.policy.drain import NoVictim, victim
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
-from dynamo_lite.planner.policy.limits import bounds, contradictions
+from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.planner.policy.memory import Change, PlannerMemory, Proposal
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.planner.record import PlannerRecords
@@ -28,6 +28,7 @@ from dynamo_lite.protocol.options import PlannerOptions, subset
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 
@@ -107,7 +108,10 @@ class Planner:
         self._connector = self._given or self._open_connector()
         options = ComponentOptions(host, self._config, self._apply)
         await enter(options.following())
-        self._observation = await enter(Observation(host))
+        store, clock = host.store, host.clock
+        observer = Observer(store, host.spec.namespace, host.drops, clock.wall, host.certificates)
+        self._observer = await enter(observer)
+        self._observation = Observation(observer, clock.monotonic)
         # In a dry run it must not keep another planner from acting.
         self._records = PlannerRecords(host, elects=not self._config.dry_run)
         self._options = options
@@ -150,10 +154,7 @@ class Planner:
         return KubernetesConnector(api, options)
 
     def _apply(self, values: Values) -> None:
-        limits = applied(values, subset(PlannerOptions, self._config))
-        if mistakes := contradictions(limits, by_role(self._devices)):
-            logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
-        self._limits = limits
+        self._limits = applied(values, subset(PlannerOptions, self._config))
 
     async def _run(self) -> None:
         while True:
@@ -209,7 +210,7 @@ class Planner:
 
     def _seen(self, observed: Observed, counts: Mapping[str, RoleCounts]) -> Seen:
         wanted = self._records.wanted or WantedRecord()
-        members, owns = self._observation.members, self._connector.owns
+        members, owns = self._observer.members, self._connector.owns
         foreign = {lease_id for lease_id, worker in members.items() if not owns(worker)}
         roles: dict[Role, RoleSeen] = {}
         for role, component in COMPONENTS.items():
@@ -290,7 +291,7 @@ class Planner:
 
     async def _victim(self, component: str) -> EndpointRecord | None:
         """The one to remove; see `planner/policy/drain.py`."""
-        members = self._observation.members
+        members = self._observer.members
         workers = (await drains.look(members.values(), self._host.certificates)).workers(component)
         own = {worker.record.lease_id for worker in workers if self._connector.owns(worker.record)}
         found = victim(workers, among=own)

@@ -22,24 +22,25 @@ logger = logging.getLogger(__name__)
 #: Share of the rest of the lease that one act may take. The rest is for a timeout that is noticed
 #: late.
 _ACT_SHARE = 0.8
+_TRIES = 20
 
 WantedEdit = Callable[[WantedRecord], WantedRecord]
 
 
 async def edit(store: Store, namespace: str, change: WantedEdit) -> WantedRecord:
-    """Replaces the wanted numbers, and returns the new ones. A record that cannot be read is
-    replaced. Raises Unavailable when another writer was faster."""
+    """Replaces what is wanted, and returns that. A record that cannot be read is replaced. Raises
+    Unavailable after many conflicts with other writers."""
     key = names.planner_wanted_key(namespace)
-    old, record = await store.get(key), WantedRecord()
-    try:
-        record = record if old is None else decode_json(old, WantedRecord)
-    except ProtocolError as exc:
-        logger.warning("%s is replaced: %s", key, exc)
-    if (new := change(record)) == record:
-        return record
-    if not await store.swap(key, old, encode_json(new)):
-        raise Unavailable(f"{key} was changed by another process meanwhile")
-    return new
+    for _ in range(_TRIES):
+        old, record = await store.get(key), WantedRecord()
+        try:
+            record = record if old is None else decode_json(old, WantedRecord)
+        except ProtocolError as exc:
+            logger.warning("%s is replaced: %s", key, exc)
+        new = change(record)
+        if new == record or await store.swap(key, old, encode_json(new)):
+            return new
+    raise Unavailable(f"{key} was changed by other processes again and again")
 
 
 class PlannerRecords:

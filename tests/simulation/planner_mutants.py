@@ -59,7 +59,7 @@ def _see_all_ready(planner: Planner) -> None:
         return replace(one, counts=structs.replace(one.counts, ready=ready, starting=0))
 
     async def victim(component: str) -> EndpointRecord | None:
-        members = planner._observation.members
+        members = planner._observer.members
         return next(
             (members[i] for i in sorted(members) if members[i].component == component), None
         )

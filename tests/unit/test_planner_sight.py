@@ -15,7 +15,6 @@ from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
 from dynamo_lite.planner.policy.memory import Change
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
-from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
 from dynamo_lite.runtime.overview.observer import Observer
@@ -35,14 +34,8 @@ class Graph:
         self.workers: dict[str, LiveProcess] = {}
         self.metrics: dict[str, dict[str, float] | None] = {}
         self.seen = SEEN
-        host: Any = SimpleNamespace(
-            store=MemoryStore(),
-            spec=SimpleNamespace(namespace="n"),
-            certificates=None,
-            drops=lambda what: None,
-            clock=Clock(monotonic=lambda: self.now),
-        )
-        self.observation = Observation(host)
+        observer = Observer(MemoryStore(), "n", lambda what: None, lambda: 0.0, None)
+        self.observation = Observation(observer, lambda: self.now)
 
         async def look(observer: Observer) -> Overview:
             observer.pages = {
@@ -183,7 +176,7 @@ def planner_of(serving: int = 0) -> Planner:
     found: Any = planner
     found._records = SimpleNamespace(wanted=WantedRecord(), why_not="")
     found._connector = SimpleNamespace(owns=lambda worker: False)
-    found._observation = SimpleNamespace(
+    found._observer = SimpleNamespace(
         members={i: endpoint_record(i, D) for i in range(1, serving + 1)}
     )
     return planner
