@@ -69,6 +69,13 @@ class PrefillLoad:
     #: What one busy prefill worker computes in a second.
     rate: float | None = None
 
+    @property
+    def arriving_per_s(self) -> float | None:
+        """That prefill workers should compute; None: not known."""
+        if self.asked_per_s is None or self.refused_per_s is None:
+            return None
+        return self.asked_per_s + self.refused_per_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLoad:

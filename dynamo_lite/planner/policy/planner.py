@@ -27,7 +27,7 @@ from dynamo_lite.planner.policy.memory import (
     RoleMemory,
     RolePlan,
 )
-from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
+from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
 from dynamo_lite.planner.policy.step import RoleStep, RoleWish
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
@@ -51,21 +51,19 @@ def plan(
         forgotten = {role: _without_window(memory.role(role)) for role in memory.roles}
         return replace(memory, at=now, roles=forgotten), Proposal(hold=held)
     memory = _learnt(memory, seen, limits, now)
-    needs = _needs(memory, seen, limits)
     steps: dict[Role, RoleStep] = {}
     for role in (role for role in Role if role in seen.roles):
-        one, need = seen.roles[role], needs[role]
+        one, need = seen.roles[role], _need(role, memory, seen, limits)
         noted = _noted(memory.role(role), one, need, limits, now)
         steps[role] = RoleStep(role, noted, one, need, limits, now)
     wishes = {role: step.wish(seen.manual.get(role)) for role, step in steps.items()}
     memories = {role: step.memory for role, step in steps.items()}
     actions, plans = _within_budget(seen, wishes, limits)
-    if seen.hold:
-        plans = {role: replace(each, state="hold") for role, each in plans.items()}
-        proposal = Proposal(held=actions, hold=seen.hold, roles=plans)
-    else:
-        proposal = Proposal(actions=actions, roles=plans)
-    return replace(memory, at=now, roles=memories), proposal
+    memory = replace(memory, at=now, roles=memories)
+    if not seen.hold:
+        return memory, Proposal(actions=actions, roles=plans)
+    plans = {role: replace(each, state="hold") for role, each in plans.items()}
+    return memory, Proposal(held=actions, hold=seen.hold, roles=plans)
 
 
 def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
@@ -102,7 +100,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     work = work.arrived(admitted, queued, now).served(
         admitted,
         tokens_per_s=load.tokens_per_s,
-        prefill_per_s=prefill_arrivals(seen.prefill),
+        prefill_per_s=seen.prefill.arriving_per_s,
     )
     running, used = load.running, load.kv_used
     if running and used is not None:
@@ -113,26 +111,17 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     return work
 
 
-def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
+def _is_old(role: RoleSeen, limits: PlannerOptions) -> bool:
     """Whether the workers are old enough that their rates mean something: caches of younger ones
     are cold, and their kernels compile."""
-    if role is None or role.youngest_s is None:
-        return role is not None
-    return role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
+    return role.youngest_s is None or role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
-def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> dict[Role, Need]:
-    needs: dict[Role, Need] = {}
-    work, start_s, rate = memory.work, limits.start_s, memory.prefill_rate
-    for role, one in seen.roles.items():
-        if role is Role.DECODE:
-            need = decode_need(seen.decode, limits, count=one.count, work=work, start_s=start_s)
-        else:
-            need = prefill_need(
-                seen.prefill, limits, count=one.count, rate=rate, work=work, start_s=start_s
-            )
-        needs[role] = need
-    return needs
+def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Need:
+    count, work = seen.roles[role].count, memory.work
+    if role is Role.DECODE:
+        return decode_need(seen.decode, limits, count=count, work=work)
+    return prefill_need(seen.prefill, limits, count=count, rate=memory.prefill_rate, work=work)
 
 
 def _without_window(memory: RoleMemory) -> RoleMemory:
