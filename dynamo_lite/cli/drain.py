@@ -17,7 +17,6 @@ import typer
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
 from dynamo_lite.cli.listing import Place, members, open_store, table
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
-from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.planner.drains import Facts, in_flight, look
 from dynamo_lite.planner.policy.drain import (
     Leaving,
@@ -149,8 +148,8 @@ async def pick(
 
     Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
     """
-    if component not in ROLES:
-        raise ConfigError([f"--pick {component}: accepted: {', '.join(ROLES)}"])
+    if component not in tuple(Role):
+        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
     seen = await look(await members(place), place.certificates())
     workers = seen.workers(component)
     if not workers:
@@ -170,7 +169,7 @@ async def find(place: Place, lease_id: int, *, force: bool) -> tuple[Victim, str
         raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
     workers = seen.workers(record.component)
     others = [worker for worker in workers if worker.serves and worker.lease_id != lease_id]
-    if record.component in ROLES and not others and not force:
+    if record.component in tuple(Role) and not others and not force:
         raise ConfigError(
             [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
         )
@@ -199,7 +198,7 @@ class _Watch:
 
     def __init__(self, place: Place, record: EndpointRecord, say: Say):
         self._place, self._record, self._say = place, record, say
-        role = ROLES.get(record.component, Role.DECODE)
+        role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
         self._leaving = Leaving(role=role, lease_id=record.lease_id, listed=True)
         self._began = time.monotonic()
         self._told, self._safe = "", False

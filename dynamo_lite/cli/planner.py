@@ -27,7 +27,6 @@ from dynamo_lite.cli.listing import (
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner.connector import COMPONENTS, ROLES, by_role
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
@@ -250,7 +249,7 @@ async def check_options(store: Store, place: Place, change: Edit) -> None:
     replaced = replaces("Planner", change)
     now = {} if replaced else await read(store, place.namespace, "Planner")
     planned = applied({**file, **edited(now, change)}, PlannerOptions())
-    if mistakes := contradictions(planned, by_role(devices)):
+    if mistakes := contradictions(planned, devices):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 
 
@@ -267,22 +266,15 @@ def _refusals(
     facts: Mapping[str, Any], wanted: Mapping[str, int], manual: Mapping[str, int]
 ) -> list[str]:
     """manual: numbers that were set before, and are not reached yet."""
-    counts = {
-        ROLES[one["component"]]: manual.get(one["component"], one["count"])
-        for one in facts["roles"]
-    }
-    known = [COMPONENTS[role] for role in counts]
+    names = [one["component"] for one in facts["roles"]]
+    counts = {**{one["component"]: one["count"] for one in facts["roles"]}, **manual}
     mistakes = [
-        f"{component}: the planner has no such role; accepted: {', '.join(known) or 'none'}"
+        f"{component}: the planner has no such role; accepted: {', '.join(names) or 'none'}"
         for component in wanted
-        if component not in known
+        if component not in names
     ]
-    if mistakes:
-        return mistakes
-    devices = by_role(facts["devices"])
     limits = msgspec.convert(facts["limits"], PlannerOptions)
-    asked = {ROLES[component]: number for component, number in wanted.items()}
-    return refusals(asked, counts, devices, limits)
+    return mistakes or refusals(wanted, counts, facts["devices"], limits)
 
 
 async def _facts(store: Store, place: Place) -> dict[int, Mapping[str, Any]]:

@@ -4,20 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorRequest, Want
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
-
-#: Role to its component.
-COMPONENTS: Mapping[Role, str] = {Role.PREFILL: "PrefillWorker", Role.DECODE: "VllmWorker"}
-ROLES: Mapping[str, Role] = {name: role for role, name in COMPONENTS.items()}
-
-
-def by_role(devices: Mapping[str, int]) -> dict[Role, int]:
-    """devices: of one worker, by component."""
-    return {role: devices[name] for role, name in COMPONENTS.items() if name in devices}
-
 
 _TIMEOUT_S = 3.0
 

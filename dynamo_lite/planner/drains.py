@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.planner.connector import ROLES
 from dynamo_lite.planner.policy.drain import WorkerSeen, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
@@ -40,7 +39,7 @@ class GraphSeen:
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()
-            if ROLES.get(record.component) is Role.DECODE
+            if record.component == Role.DECODE
         }
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.planner.config import KubernetesOptions
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import RoleCounts
@@ -53,9 +52,9 @@ class KubernetesConnector:
 
     def __init__(self, api: KubernetesApi, options: KubernetesOptions):
         self._api = api
-        found = {
-            COMPONENTS[Role.DECODE]: (options.decode, options.decode_devices),
-            COMPONENTS[Role.PREFILL]: (options.prefill, options.prefill_devices),
+        found: dict[str, tuple[str, int]] = {
+            Role.DECODE: (options.decode, options.decode_devices),
+            Role.PREFILL: (options.prefill, options.prefill_devices),
         }
         #: Component to its workload and the devices of one worker.
         self._workloads = {name: each for name, each in found.items() if each[0]}

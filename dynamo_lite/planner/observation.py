@@ -7,7 +7,6 @@ something beside them is left out, so that no worker is removed.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
 from dynamo_lite.runtime.overview import compose
 from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
@@ -49,10 +48,7 @@ class Observation:
     async def look(self) -> Observed:
         """The load now. Takes as long as the slowest process needs to respond, 1 s at most."""
         seen = await self._observer.look()
-        workers = {
-            role: tuple(w for w in seen.workers if w.component == component)
-            for role, component in COMPONENTS.items()
-        }
+        workers = {role: tuple(w for w in seen.workers if w.component == role) for role in Role}
         pages = {
             worker.lease: page
             for worker in (*workers[Role.PREFILL], *workers[Role.DECODE])

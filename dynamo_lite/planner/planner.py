@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.planner.connector import COMPONENTS, Connector, LocalConnector
+from dynamo_lite.planner.connector import Connector, LocalConnector
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.policy.drain import NoVictim, victim
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def as_text(change: Change) -> str:
     """A change in words."""
     what = "start withdrawn" if change.withdraws else f"{change.by:+}"
-    return f"{COMPONENTS[change.role]} {what}: {change.reason}"
+    return f"{change.role} {what}: {change.reason}"
 
 
 class PlannerMetrics:
@@ -67,12 +67,12 @@ class PlannerMetrics:
 
     def decided(self, proposal: Proposal) -> None:
         for role, one in proposal.roles.items():
-            self._workers.labels(COMPONENTS[role], "count").set(one.count)
+            self._workers.labels(role, "count").set(one.count)
             wanted = float("nan") if one.wanted is None else one.wanted
-            self._workers.labels(COMPONENTS[role], "wanted").set(wanted)
+            self._workers.labels(role, "wanted").set(wanted)
         for held, changes in (("no", proposal.actions), ("yes", proposal.held)):
             for change in changes:
-                self._actions.labels(COMPONENTS[change.role], change.kind, held).inc()
+                self._actions.labels(change.role, change.kind, held).inc()
 
 
 class Planner:
@@ -134,8 +134,7 @@ class Planner:
                 "leads": not self._records.why_not,
                 "hold": self._proposal.hold,
                 "roles": [
-                    {"component": COMPONENTS[role], **asdict(one)}
-                    for role, one in self._proposal.roles.items()
+                    {"component": role, **asdict(one)} for role, one in self._proposal.roles.items()
                 ],
                 "held": [as_text(change) for change in self._proposal.held],
                 "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
@@ -181,7 +180,7 @@ class Planner:
         )
         self._show(proposal)
         for change in proposal.actions:
-            await self._act(change, counts[COMPONENTS[change.role]])
+            await self._act(change, counts[change.role])
         if not seen.hold and (done := self._reached(seen)):
             await self._records.edit(lambda record: _without_manual(record, done))
 
@@ -213,10 +212,10 @@ class Planner:
         members, owns = self._observer.members, self._connector.owns
         foreign = {lease_id for lease_id, worker in members.items() if not owns(worker)}
         roles: dict[Role, RoleSeen] = {}
-        for role, component in COMPONENTS.items():
-            if (now := counts.get(component)) is None:
+        for role in Role:
+            if (now := counts.get(role)) is None:
                 continue
-            last = wanted.roles.get(component)
+            last = wanted.roles.get(role)
             others = len(observed.serving(role) & foreign)
             # One that starts is a member before its supervisor knows its lease.
             others = max(others - now.starting, min(self._others.get(role, 0), others))
@@ -227,11 +226,7 @@ class Planner:
                 youngest_s=observed.youngest_s(role),
                 changed=last and (last.up, last.at),
             )
-        manual = {
-            role: wanted.manual[component]
-            for role in roles
-            if (component := COMPONENTS[role]) in wanted.manual
-        }
+        manual = {role: wanted.manual[role] for role in roles if role in wanted.manual}
         if manual and wanted.paused is not None:
             # They are reached, and nothing else is done.
             manual = {role: one.count for role, one in roles.items()} | manual
@@ -257,14 +252,14 @@ class Planner:
     async def _act(self, change: Change, now: RoleCounts) -> None:
         """The record says first what is wanted. A failure ends only this action: the next tick
         looks at what is there, and decides again."""
-        component, chosen = COMPONENTS[change.role], None
+        chosen: EndpointRecord | None = None
         count = max(now.starting + now.ready + change.by, 0)
         try:
-            if change.kind == "remove" and (chosen := await self._victim(component)) is None:
+            if change.kind == "remove" and (chosen := await self._victim(change.role)) is None:
                 return
             await self._records.edit(lambda record: self._decided(record, change, count))
             async with asyncio.timeout(self._records.may_act()):
-                await self._connector.change(component, count, chosen)
+                await self._connector.change(change.role, count, chosen)
         except (DynamoLiteError, TimeoutError) as exc:
             self._metrics.failures.labels("order").inc()
             logger.warning("%s was not begun: %s", as_text(change), exc)
@@ -275,8 +270,7 @@ class Planner:
     def _decided(self, record: WantedRecord, change: Change, count: int) -> WantedRecord:
         if record.paused is not None and not record.manual:
             raise Unavailable("paused")
-        component = COMPONENTS[change.role]
-        before = record.roles.get(component)
+        before = record.roles.get(change.role)
         if change.withdraws and before is not None:
             role = msgspec.structs.replace(before, count=count, reason=change.reason[:1024])
         else:
@@ -287,7 +281,7 @@ class Planner:
                 reason=change.reason[:1024],
                 at=self._host.clock.wall(),
             )
-        return msgspec.structs.replace(record, roles={**record.roles, component: role})
+        return msgspec.structs.replace(record, roles={**record.roles, change.role: role})
 
     async def _victim(self, component: str) -> EndpointRecord | None:
         """The one to remove; see `planner/policy/drain.py`."""
@@ -307,7 +301,7 @@ class Planner:
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
             if not one.under_way and one.count == min(max(wanted, least), most):
-                found[COMPONENTS[role]] = wanted
+                found[role] = wanted
         return found
 
 

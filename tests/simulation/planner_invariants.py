@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from aetcd import rpc
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
@@ -77,7 +76,7 @@ class PlannerJudge:
 
     def added(self, component: str) -> None:
         self.judge.counts["planner added"] += 1
-        options, role = self.scenario.options, _role(component)
+        options, role = self.scenario.options, Role(component)
         own = self.supervisor.number(component)
         present = sum(each.present for each in self.supervisor.counts().values())
         if own > (most := bounds(options, role)[1]):
@@ -114,7 +113,7 @@ class PlannerJudge:
         return 0 if role is None else role.count
 
     def _check_minimum(self, worker: Worker, left: int) -> None:
-        least = bounds(self.scenario.options, _role(worker.component))[0]
+        least = bounds(self.scenario.options, Role(worker.component))[0]
         if left < least:
             self._violate(f"{worker.slot.name} is removed, and {left} are fewer than {least}")
 
@@ -198,11 +197,11 @@ class PlannerJudge:
     def unsettled(self) -> str | None:
         """What planners still have to do, as text; None if the numbers are those of an idle
         graph."""
-        for role, component in COMPONENTS.items():
-            counts = self.supervisor.counts()[component]
+        for role in Role:
+            counts = self.supervisor.counts()[role]
             least = bounds(self.scenario.options, role)[0]
             if (counts.starting, counts.ready, counts.draining) != (0, least, 0):
-                return f"{component}: {counts}, and {least} would do"
+                return f"{role}: {counts}, and {least} would do"
         return None
 
     def _may_order(self, who: str, what: str) -> None:
@@ -224,7 +223,3 @@ class PlannerJudge:
 
     def _violate(self, text: str) -> None:
         self.judge.violate(f"planner: {text}")
-
-
-def _role(component: str) -> Role:
-    return next(role for role, name in COMPONENTS.items() if name == component)

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from dynamo_lite.protocol.planner import RoleCounts
 
 
-class Role(enum.Enum):
-    """What a worker is for."""
+class Role(enum.StrEnum):
+    """What a worker is for: its component."""
 
-    PREFILL = "prefill"
-    DECODE = "decode"
+    PREFILL = "PrefillWorker"
+    DECODE = "VllmWorker"
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)

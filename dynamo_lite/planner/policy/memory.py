@@ -64,7 +64,7 @@ class Proposal:
             return f"hold: {self.hold}"
         if self.actions:
             return "; ".join(action.reason for action in self.actions)
-        return "; ".join(f"{role.value}: {plan.reason}" for role, plan in self.roles.items())
+        return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
 
 
 @dataclass(frozen=True, kw_only=True)

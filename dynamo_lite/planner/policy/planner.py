@@ -177,7 +177,7 @@ def _within_budget(
             said = ""
             if (removal := _makes_room(role, seen, wishes)) is not None:
                 first += [] if removal in first else [removal]
-                said = f"a {removal.role.value} worker is removed for it; "
+                said = f"a {removal.role.word} worker is removed for it; "
             reason = f"no device is free within the budget; {said}{plans[role].reason}"
             plans[role] = replace(plans[role], reason=reason)
     return (*first, *last), plans

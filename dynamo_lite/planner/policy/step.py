@@ -114,7 +114,7 @@ class RoleStep:
         if self._until_reversal(up=False):
             return None
         other = Role.PREFILL if self._role is Role.DECODE else Role.DECODE
-        return self._fewer(None, f"makes room for a {other.value} worker").fewer
+        return self._fewer(None, f"makes room for a {other.word} worker").fewer
 
     def _fewer(self, wanted: int | None, reason: str) -> RoleWish:
         """One worker less, if one may be removed."""
