@@ -1,7 +1,7 @@
 """The shipped planner on the simulated graph.
 
-The decisions are those of `planner/policy/planner.py`, the loads those of `observed.py` there. They
-are those of the tick's moment; in a graph they are up to a second older.
+The decisions are those of `planner/policy/planner.py`, the loads those of `planner/observation.py`.
+They are those of the tick's moment; in a graph they are up to a second older.
 """
 
 from collections import deque
@@ -12,16 +12,15 @@ from benchmarks.capacity.fleet import RoleFleet, WorkerCounts
 from benchmarks.capacity.graph import GraphModel
 from benchmarks.capacity.histogram import Histogram
 from benchmarks.capacity.prefill import PrefillWorkerModel
+from dynamo_lite.planner.observation import decode_load
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
-    LastChange,
     PrefillLoad,
     Role,
     RoleSeen,
     Seen,
 )
 from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.observed import decode_load
 from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -76,7 +75,7 @@ class PlannerScaler:
         decode = self._decode(graph, now)
         self._remember(graph, now)
         return Seen(
-            roles={role: self._role(role, fleet, free, now) for role, fleet in fleets.items()},
+            roles={role: self._role(role, fleet, free) for role, fleet in fleets.items()},
             prefill=prefill,
             decode=decode,
         )
@@ -116,8 +115,7 @@ class PlannerScaler:
         while past[0].at < now - _PREFILL_S:
             past.popleft()
 
-    def _role(self, role: Role, fleet: Fleet, free: int, now: float) -> RoleSeen:
-        changed = self._changed.get(role)
+    def _role(self, role: Role, fleet: Fleet, free: int) -> RoleSeen:
         return RoleSeen(
             counts=RoleCounts(
                 starting=len(fleet.starting_s),
@@ -127,7 +125,7 @@ class PlannerScaler:
                 devices_free=free,
             ),
             youngest_s=fleet.youngest_s,
-            changed=changed and LastChange(up=changed[0], age_s=now - changed[1]),
+            changed=self._changed.get(role),
         )
 
 

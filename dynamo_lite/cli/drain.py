@@ -7,39 +7,42 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
 from dynamo_lite.cli.listing import Place, members, open_store, table
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
-from dynamo_lite.planner.connector import ROLES
-from dynamo_lite.planner.departure import Departure
-from dynamo_lite.planner.drains import WorkerSeen, listens, look
-from dynamo_lite.planner.policy.drain import NoVictim, Safe, Unsafe, victim
+from dynamo_lite.planner.drains import Facts, in_flight, look
+from dynamo_lite.planner.policy.drain import (
+    Leaving,
+    NoVictim,
+    Safe,
+    Unsafe,
+    Victim,
+    WorkerSeen,
+    safe,
+    victim,
+    written_s,
+)
+from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.overview.fetch import TIMEOUT_S
 from dynamo_lite.serve.processes import is_alive
 
 #: The end of its work is no event that is seen here.
 _POLL_S = 0.2
+#: Of a process that does not say.
+_GRACE_S, _TTL_S = 30.0, 30.0
 
 _COLUMNS = ("", "component", "lease", "state", "in_flight")
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrainChoice:
-    """The worker to drain."""
-
-    record: EndpointRecord
-    reason: str
-    #: All of its role, for people.
-    table: str
 
 
 @on_graph("nats_url")
@@ -96,9 +99,9 @@ def drain(
     async def work() -> bool:
         """Returns whether its work was cut off."""
         if component is not None:
-            choice = await pick(place, component, force=force)
+            choice, shown = await pick(place, component, force=force)
         else:
-            choice = await find(place, wanted, force=force)
+            choice, shown = await find(place, wanted, force=force)
         record = choice.record
         facts = {
             "component": record.component,
@@ -106,7 +109,7 @@ def drain(
             "host": record.host,
             "reason": choice.reason,
         }
-        print(json.dumps(facts) if as_json else choice.table, flush=True)
+        print(json.dumps(facts) if as_json else shown, flush=True)
         say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
         say(f"{record.component} {record.lease_id:x}: {choice.reason}")
         if dry_run:
@@ -139,26 +142,25 @@ def parse_lease(text: str) -> int:
 
 async def pick(
     place: Place, component: str, *, force: bool, among: Set[int] | None = None
-) -> DrainChoice:
-    """The least busy worker of a component. among: the leases that may be chosen; None: all.
+) -> tuple[Victim, str]:
+    """The least busy worker of a component, and a table of all. among: the leases that may be
+    chosen; None: all.
 
     Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
     """
-    if component not in ROLES:
-        raise ConfigError([f"--pick {component}: accepted: {', '.join(ROLES)}"])
+    if component not in tuple(Role):
+        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
     seen = await look(await members(place), place.certificates())
     workers = seen.workers(component)
     if not workers:
         raise StartupError(f"no live worker of component {component}")
-    found = victim([worker.candidate for worker in workers], among=among, force=force)
+    found = victim(workers, among=among, force=force)
     if isinstance(found, NoVictim):
         raise ConfigError([f"--pick {component}: {found.reason}; --force drains it"])
-    chosen = next(w for w in workers if w.record.lease_id == found.lease_id)
-    shown = _as_table(workers, found.lease_id)
-    return DrainChoice(record=chosen.record, reason=found.reason, table=shown)
+    return found, _as_table(workers, found.record.lease_id)
 
 
-async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
+async def find(place: Place, lease_id: int, *, force: bool) -> tuple[Victim, str]:
     """The process with this lease. Raises as `pick`."""
     seen = await look(await members(place), place.certificates())
     record = seen.records.get(lease_id)
@@ -166,13 +168,12 @@ async def find(place: Place, lease_id: int, *, force: bool) -> DrainChoice:
         known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
         raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
     workers = seen.workers(record.component)
-    others = [w for w in workers if w.candidate.serves and w.record.lease_id != lease_id]
-    if record.component in ROLES and not others and not force:
+    others = [worker for worker in workers if worker.serves and worker.lease_id != lease_id]
+    if record.component in tuple(Role) and not others and not force:
         raise ConfigError(
             [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
         )
-    chosen = _as_table(workers, lease_id)
-    return DrainChoice(record=record, reason="as asked", table=chosen)
+    return Victim(record=record, reason="as asked"), _as_table(workers, lease_id)
 
 
 def _as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
@@ -196,27 +197,49 @@ class _Watch:
     """
 
     def __init__(self, place: Place, record: EndpointRecord, say: Say):
-        self._place, self._say = place, say
-        self._departure = Departure(record, time.monotonic, _lives, place.certificates())
+        self._place, self._record, self._say = place, record, say
+        role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
+        self._leaving = Leaving(role=role, lease_id=record.lease_id, listed=True)
         self._began = time.monotonic()
         self._told, self._safe = "", False
-
-    @property
-    def forced(self) -> bool:
-        return self._departure.overdue
+        #: Whether it had work after its grace.
+        self.forced = False
 
     async def until_gone(self, timeout_s: float) -> None:
         """Raises StartupError after `timeout_s`."""
         while True:
-            self._tell(await self._departure.look(await members(self._place)))
-            if self._departure.leaving.ended:
+            self._tell(await self._look())
+            if self._leaving.ended:
                 return
             if time.monotonic() - self._began > timeout_s:
                 raise StartupError(f"timeout: still there after {timeout_s:g} s: {self._told}")
             await asyncio.sleep(_POLL_S)
 
+    async def _look(self) -> Safe | Unsafe:
+        """Asks it and all decode workers. Takes 2 s at most."""
+        listed = await members(self._place)
+        asked_at, before = time.monotonic(), self._leaving
+        seen = await look([*listed, self._record], self._place.certificates())
+        facts = seen.facts.get(before.lease_id, {})
+        running, now = in_flight(facts), time.monotonic()
+        is_listed = any(member.lease_id == before.lease_id for member in listed)
+        idle_at = now if before.idle_at is None else before.idle_at
+        unlisted_at = now if before.unlisted_at is None else before.unlisted_at
+        self._leaving = replace(
+            before,
+            listed=is_listed,
+            unlisted_at=None if is_listed else unlisted_at,
+            ended=not is_listed and not facts and not await _lives(self._record),
+            in_flight=running,
+            idle_at=idle_at if running == 0 else None,
+        )
+        grace_s = _seconds(facts, "grace_s", _GRACE_S)
+        self.forced |= bool(running) and _seconds(facts, "draining_s", 0.0) > grace_s
+        landed_s = written_s(grace_s, _seconds(facts, "lease_ttl_s", _TTL_S))
+        return safe(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
+
     def _tell(self, verdict: Safe | Unsafe) -> None:
-        leaving = self._departure.leaving
+        leaving = self._leaving
         lines: list[str] = []
         if not leaving.listed and self._told == "":
             lines.append("UNLISTED  it gets nothing new")
@@ -238,20 +261,32 @@ class _Watch:
 
 
 async def _lives(record: EndpointRecord) -> bool:
-    return is_alive(record.pid) if _is_here(record) else await listens(record)
+    """Whether its process is there. On another host its status server tells: only a refused
+    connection means no."""
+    if record.pid and record.host == socket.gethostname():
+        return is_alive(record.pid)
+    parts = urlsplit(record.status_url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError, TimeoutError):
+        return True
+    writer.transport.abort()
+    return True
 
 
-def _is_here(record: EndpointRecord) -> bool:
-    """Whether the process runs on this host."""
-    return bool(record.pid) and record.host == socket.gethostname()
+def _seconds(facts: Facts, name: str, otherwise: float) -> float:
+    value = facts.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else otherwise
 
 
 def _cells(worker: WorkerSeen, chosen: int) -> list[str]:
-    one = worker.candidate
     return [
-        "->" if one.lease_id == chosen else "",
+        "->" if worker.lease_id == chosen else "",
         worker.record.component,
-        f"{one.lease_id:x}",
+        f"{worker.lease_id:x}",
         worker.state,
-        "?" if one.in_flight is None else str(one.in_flight),
+        "?" if worker.in_flight is None else str(worker.in_flight),
     ]

@@ -1,12 +1,11 @@
 """`dynamo-lite planner`: what the planner does, and an operator's orders to it."""
 
-import contextlib
 import json
 import os
 import pwd
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,36 +14,29 @@ import typer
 from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import (
-    DEFAULT_STATE_DIR,
     EXIT_FAILED,
-    CertificatesDir,
-    EtcdUrl,
     Json,
-    Namespace,
-    StateDir,
     Targets,
 )
 from dynamo_lite.cli.listing import (
     Place,
     facts_of,
     members_in,
-    on_store,
     table,
 )
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
+from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner.connector import COMPONENTS, ROLES, by_role
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
-_TRIES = 20
 _COLUMNS = ("component", "count", "wanted", "state", "reason")
 _NONE = "no planner runs; graphs.disagg_planner has one"
 
@@ -66,11 +58,9 @@ app = typer.Typer(
 
 
 @app.command("status")
+@on_graph("nats_url")
 def _status(
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
+    graph: OnGraph,
     as_json: Json = False,
 ) -> None:
     """Show which planner leads, what it wants and why, and what is under way.
@@ -79,52 +69,38 @@ def _status(
     pending (another number has to be wanted for a while) or settling (workers are starting or
     draining). Exit code 1: no planner runs.
     """
-    seen = on_store(state_dir, etcd_url, namespace, certificates, look)
+    seen = graph.on_store(look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
     if not seen.planners:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("pause")
+@on_graph("nats_url")
 def _pause(
+    graph: OnGraph,
     reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
 
-    async def write(store: Store, place: Place) -> None:
-        await pause(store, place, reason)
-
-    on_store(state_dir, etcd_url, namespace, certificates, write)
+    graph.on_store(lambda store, place: pause(store, place, reason))
     print("paused; `dynamo-lite planner resume` goes on")
 
 
 @app.command("resume")
-def _resume(
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
-) -> None:
+@on_graph("nats_url")
+def _resume(graph: OnGraph) -> None:
     """Let the planner decide again."""
 
-    async def write(store: Store, place: Place) -> None:
-        await pause(store, place, None)
-
-    on_store(state_dir, etcd_url, namespace, certificates, write)
+    graph.on_store(lambda store, place: pause(store, place, None))
     print("resumed")
 
 
 @app.command("set")
+@on_graph("nats_url")
 def _set(
+    graph: OnGraph,
     targets: Targets,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Set numbers of workers. The planner reaches them whatever the load is.
 
@@ -138,22 +114,17 @@ def _set(
     """
     wanted = parse_targets(targets)
 
-    async def write(store: Store, place: Place) -> WantedRecord:
-        return await set_counts(store, place, wanted)
-
-    record = on_store(state_dir, etcd_url, namespace, certificates, write)
+    record = graph.on_store(lambda store, place: set_counts(store, place, wanted))
     print(f"set: {_numbers(record.manual)}  (by {record.by})")
 
 
 @app.command("unset")
+@on_graph("nats_url")
 def _unset(
+    graph: OnGraph,
     components: Annotated[
         list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
     ] = None,
-    etcd_url: EtcdUrl = None,
-    certificates: CertificatesDir = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    namespace: Namespace = None,
 ) -> None:
     """Forget numbers that were set and are not reached: the planner decides again.
 
@@ -164,10 +135,7 @@ def _unset(
     dynamo-lite planner unset VllmWorker
     """
 
-    async def write(store: Store, place: Place) -> Mapping[str, int]:
-        return await unset_counts(store, place, components or [])
-
-    gone = on_store(state_dir, etcd_url, namespace, certificates, write)
+    gone = graph.on_store(lambda store, place: unset_counts(store, place, components or []))
     print(f"unset: {_numbers(gone)}" if gone else "no number is set")
 
 
@@ -222,7 +190,7 @@ async def look(store: Store, place: Place) -> PlannerState:
 async def pause(store: Store, place: Place, reason: str | None) -> None:
     """reason: None: the planner decides again."""
     paused = None if reason is None else reason[:1024]
-    await _edit(store, place, lambda record: replace(record, paused=paused, by=_whoami()))
+    await edit(store, place.namespace, lambda record: replace(record, paused=paused, by=_whoami()))
 
 
 async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> WantedRecord:
@@ -238,9 +206,9 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
     if mistakes := _refusals(facts, wanted, state.wanted.manual):
         raise ConfigError(mistakes)
-    return await _edit(
+    return await edit(
         store,
-        place,
+        place.namespace,
         lambda record: replace(record, manual={**record.manual, **wanted}, by=_whoami()),
     )
 
@@ -263,21 +231,11 @@ async def unset_counts(
         left = {name: number for name, number in record.manual.items() if name not in gone}
         return replace(record, manual=left, by=_whoami()) if left != record.manual else record
 
-    await _edit(store, place, without)
+    await edit(store, place.namespace, without)
     return gone
 
 
-async def _edit(
-    store: Store, place: Place, change: Callable[[WantedRecord], WantedRecord]
-) -> WantedRecord:
-    """Raises Unavailable after many conflicts with other writers."""
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(Unavailable):
-            return await edit(store, place.namespace, change)
-    return await edit(store, place.namespace, change)
-
-
-async def check_options(store: Store, place: Place, edit: Edit) -> None:
+async def check_options(store: Store, place: Place, change: Edit) -> None:
     """Raises ConfigError when the planner's options would contradict each other.
 
     The values of the file and the devices of one worker are those that a live planner reports, or
@@ -288,10 +246,10 @@ async def check_options(store: Store, place: Place, edit: Edit) -> None:
     for facts in (await _facts(store, place)).values():
         file |= facts.get("options", {}).get("file", {})
         devices |= facts.get("planner", {}).get("devices", {})
-    replaced = replaces("Planner", edit)
+    replaced = replaces("Planner", change)
     now = {} if replaced else await read(store, place.namespace, "Planner")
-    planned = applied({**file, **edited(now, edit)}, PlannerOptions())
-    if mistakes := contradictions(planned, by_role(devices)):
+    planned = applied({**file, **edited(now, change)}, PlannerOptions())
+    if mistakes := contradictions(planned, devices):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 
 
@@ -308,22 +266,15 @@ def _refusals(
     facts: Mapping[str, Any], wanted: Mapping[str, int], manual: Mapping[str, int]
 ) -> list[str]:
     """manual: numbers that were set before, and are not reached yet."""
-    counts = {
-        ROLES[one["component"]]: manual.get(one["component"], one["count"])
-        for one in facts["roles"]
-    }
-    known = [COMPONENTS[role] for role in counts]
+    names = [one["component"] for one in facts["roles"]]
+    counts = {**{one["component"]: one["count"] for one in facts["roles"]}, **manual}
     mistakes = [
-        f"{component}: the planner has no such role; accepted: {', '.join(known) or 'none'}"
+        f"{component}: the planner has no such role; accepted: {', '.join(names) or 'none'}"
         for component in wanted
-        if component not in known
+        if component not in names
     ]
-    if mistakes:
-        return mistakes
-    devices = by_role(facts["devices"])
     limits = msgspec.convert(facts["limits"], PlannerOptions)
-    asked = {ROLES[component]: number for component, number in wanted.items()}
-    return refusals(asked, counts, devices, limits)
+    return mistakes or refusals(wanted, counts, facts["devices"], limits)
 
 
 async def _facts(store: Store, place: Place) -> dict[int, Mapping[str, Any]]:
@@ -375,8 +326,4 @@ def as_text(state: PlannerState) -> str:
 
 def _as_line(component: str, role: WantedWorkers) -> str:
     what = f"the last change: {component} {'up' if role.up else 'down'} to {role.count}"
-    if role.leaving:
-        what += f", {len(role.leaving)} drain first"
-    if role.failures:
-        what += f", {role.failures} starts have failed"
     return f"{what}, {max(time.time() - role.at, 0.0):.0f} s ago by {role.by}: {role.reason}"

@@ -12,7 +12,7 @@ import typer
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say, pick
 from dynamo_lite.cli.listing import find_place
-from dynamo_lite.planner.connector import ROLES
+from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
@@ -136,10 +136,12 @@ async def _least_busy(state_dir: Path, component: str) -> tuple[int, str]:
     ready = [int(one.lease, 16) for one in found if one.state == "ready" and one.lease]
     if not ready:
         raise StartupError(f"{component}: no process is ready")
-    if component not in ROLES:
+    if component not in tuple(Role):
         return ready[-1], f"lease {ready[-1]:x}"
     # Whether the last one may go was decided with the target.
-    choice = await pick(find_place(state_dir, None, None), component, force=True, among=set(ready))
+    choice, _ = await pick(
+        find_place(state_dir, None, None), component, force=True, among=set(ready)
+    )
     lease_id = choice.record.lease_id
     return lease_id, f"lease {lease_id:x}, {choice.reason}"
 

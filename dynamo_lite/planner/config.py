@@ -34,7 +34,7 @@ class KubernetesOptions:
         return bool(self.decode or self.prefill)
 
     @property
-    def devices(self) -> dict[Role, int]:
+    def devices(self) -> dict[str, int]:
         """Of one worker."""
         return {Role.DECODE: self.decode_devices, Role.PREFILL: self.prefill_devices}
 

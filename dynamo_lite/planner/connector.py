@@ -4,20 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorRequest, Want
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
-
-#: Role to its component.
-COMPONENTS: Mapping[Role, str] = {Role.PREFILL: "PrefillWorker", Role.DECODE: "VllmWorker"}
-ROLES: Mapping[str, Role] = {name: role for role, name in COMPONENTS.items()}
-
-
-def by_role(devices: Mapping[str, int]) -> dict[Role, int]:
-    """devices: of one worker, by component."""
-    return {role: devices[name] for role, name in COMPONENTS.items() if name in devices}
-
 
 _TIMEOUT_S = 3.0
 
@@ -26,21 +15,15 @@ class Connector(Protocol):
     """Each call raises Refused when it is not possible, and another DynamoLiteError when it is not
     known whether it was done."""
 
-    #: Whether `change` drains and ends exactly the worker that it is given. If not (Kubernetes
-    #: chooses), that worker's lease is revoked first, and the number changes when it has drained.
-    chooses_victim: bool
-
     async def counts(self) -> Mapping[str, RoleCounts]:
         """The numbers of workers, by component."""
         ...
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
-        """From now on there are `count` workers, without draining ones. lease_id: the one to
-        remove; 0: only those that do not serve."""
-        ...
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        """Whether this is the one that the next removal should end."""
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        """From now on there are `count` workers, without draining ones; those that are too many
+        drain. victim: the one to remove; None: only those that do not serve."""
         ...
 
     def owns(self, worker: EndpointRecord) -> bool:
@@ -51,8 +34,6 @@ class Connector(Protocol):
 class LocalConnector:
     """The supervisor of the graph on this host. state_dir: of the graph."""
 
-    chooses_victim = True
-
     def __init__(self, state_dir: Path):
         self._state_dir = state_dir
         self._leases: set[int] = set()
@@ -62,12 +43,11 @@ class LocalConnector:
     async def counts(self) -> Mapping[str, RoleCounts]:
         return await self._ask(Counts())
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
-        version = self._version
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        lease_id, version = 0 if victim is None else victim.lease_id, self._version
         await self._ask(Want(component=component, count=count, lease_id=lease_id, version=version))
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        """Each change names its worker."""
 
     def owns(self, worker: EndpointRecord) -> bool:
         return worker.lease_id in self._leases

@@ -4,27 +4,15 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from dynamo_lite.planner.connector import ROLES
-from dynamo_lite.planner.policy.drain import DrainCandidate, Writers
+from dynamo_lite.planner.policy.drain import WorkerSeen, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.overview.compose import processes, state_of
-from dynamo_lite.runtime.overview.fetch import TIMEOUT_S, fetch_health
+from dynamo_lite.runtime.overview.fetch import fetch_health
 
 Facts = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSeen:
-    """One live worker."""
-
-    record: EndpointRecord
-    #: See `compose.state_of`.
-    state: str
-    candidate: DrainCandidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +26,12 @@ class GraphSeen:
 
     def workers(self, component: str) -> list[WorkerSeen]:
         """Sorted by the time of their start."""
-        found = [r for r in self.records.values() if r.component == component]
-        return [self._worker(record) for record in sorted(found, key=lambda r: r.started_at)]
+        return [
+            WorkerSeen(record=record, state=state_of(facts), in_flight=in_flight(facts))
+            for record in sorted(self.records.values(), key=lambda r: r.started_at)
+            if record.component == component
+            for facts in [self.facts.get(record.lease_id, {})]
+        ]
 
     def writers(self, asked_at: float) -> Writers:
         """What each decode worker reported about its writers. asked_at: time of these facts, by
@@ -47,19 +39,8 @@ class GraphSeen:
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()
-            if ROLES.get(record.component) is Role.DECODE
+            if record.component == Role.DECODE
         }
-
-    def _worker(self, record: EndpointRecord) -> WorkerSeen:
-        facts = self.facts.get(record.lease_id, {})
-        state = state_of(facts)
-        candidate = DrainCandidate(
-            lease_id=record.lease_id,
-            in_flight=in_flight(facts),
-            serves=state == "ready",
-            started_at=record.started_at,
-        )
-        return WorkerSeen(record=record, state=state, candidate=candidate)
 
 
 async def look(
@@ -77,21 +58,6 @@ def in_flight(facts: Facts) -> int | None:
     number = _number(facts, "in_flight")
     number = _number(facts, "jobs") if number is None else number
     return None if number is None else int(number)
-
-
-async def listens(record: EndpointRecord) -> bool:
-    """Whether the process's status server is there, or may be: only a refused connection means
-    no."""
-    parts = urlsplit(record.status_url)
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    except ConnectionRefusedError:
-        return False
-    except (OSError, ValueError, TimeoutError):
-        return True
-    writer.transport.abort()
-    return True
 
 
 def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | None:

@@ -1,9 +1,9 @@
 """Deployments as the place where workers are started and removed.
 
-A number of replicas is set through the `scale` subresource with the resource version that was
-read, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses which
-pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`, told to leave
-by its lease, and only when it has drained are the replicas lowered.
+A number of replicas is set through the `scale` subresource with the resource version on which it
+was decided, so a change by another client meanwhile is a conflict and not lost. Kubernetes chooses
+which pod of a Deployment ends, so the worker to remove is marked with `pod-deletion-cost`. SIGTERM
+drains it, within the pod's `terminationGracePeriodSeconds`.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
 """
 
@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.planner.config import KubernetesOptions
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.protocol.errors import ProtocolError, Refused, Unavailable
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
@@ -34,6 +33,8 @@ class _Spec(msgspec.Struct):
 class _Status(msgspec.Struct):
     replicas: int = 0
     readyReplicas: int = 0
+    #: Of Kubernetes 1.33 or newer, with its feature gate.
+    terminatingReplicas: int = 0
 
 
 class _Metadata(msgspec.Struct):
@@ -49,65 +50,60 @@ class _Workload(msgspec.Struct):
 class KubernetesConnector:
     """Implements Connector."""
 
-    chooses_victim = False
-
     def __init__(self, api: KubernetesApi, options: KubernetesOptions):
         self._api = api
-        found = {
-            COMPONENTS[Role.DECODE]: (options.decode, options.decode_devices),
-            COMPONENTS[Role.PREFILL]: (options.prefill, options.prefill_devices),
+        found: dict[str, tuple[str, int]] = {
+            Role.DECODE: (options.decode, options.decode_devices),
+            Role.PREFILL: (options.prefill, options.prefill_devices),
         }
         #: Component to its workload and the devices of one worker.
         self._workloads = {name: each for name, each in found.items() if each[0]}
-        #: Hosts that the server does not know as pods.
-        self._unknown: set[str] = set()
-        #: By component, as they were seen last.
-        self._replicas: dict[str, int] = {}
+        #: The resource version of each that `counts` saw last.
+        self._versions: dict[str, str] = {}
 
     async def counts(self) -> Mapping[str, RoleCounts]:
         return {name: await self._counts(name) for name in self._workloads}
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
-        """Sets the replicas. Raises Unavailable also when they are others than were seen last."""
-        path = f"{self._path(component)}/scale"
-        found = _workload(await self._api.get(path))
-        if found.spec.replicas == count:
-            return
-        if found.spec.replicas != self._replicas.get(component):
-            raise Unavailable(f"Kubernetes: {path} was changed by another client")
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        """Sets the replicas, if nothing has changed since the last `counts`."""
+        if victim is not None:
+            await self._prefer(victim.host)
         change: Mapping[str, Any] = {
-            "metadata": {"resourceVersion": found.metadata.resourceVersion},
+            "metadata": {"resourceVersion": self._versions[component]},
             "spec": {"replicas": count},
         }
-        await self._api.patch(path, change)
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        host = worker.host
-        if not re.fullmatch(_SUBJECT, host):
-            raise ProtocolError(f"{host!r} is not the name of a pod")
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
-        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST if ends else None}}}
-        try:
-            await self._api.patch(path, change)
-        except Refused:
-            self._unknown.add(host)
-            raise
+        await self._api.patch(f"{self._path(component)}/scale", change)
 
     def owns(self, worker: EndpointRecord) -> bool:
         """Whether it is a pod of its Deployment."""
         if (workload := self._workloads.get(worker.component)) is None:
             return False
         name = workload[0].removeprefix("deployments/")
-        return worker.host.startswith(f"{name}-") and worker.host not in self._unknown
+        return worker.host.startswith(f"{name}-")
+
+    async def _prefer(self, host: str) -> None:
+        """Marks a pod as the one that Kubernetes ends first."""
+        if not re.fullmatch(_SUBJECT, host):
+            raise ProtocolError(f"{host!r} is not the name of a pod")
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
+        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        await self._api.patch(path, change)
 
     async def _counts(self, component: str) -> RoleCounts:
-        found = _workload(await self._api.get(self._path(component)))
-        self._replicas[component] = found.spec.replicas
+        answer = await self._api.get(self._path(component))
+        try:
+            found = msgspec.convert(answer, _Workload)
+        except msgspec.ValidationError as exc:
+            raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc
+        self._versions[component] = found.metadata.resourceVersion
         ready = min(found.status.readyReplicas, found.spec.replicas)
+        too_many = max(found.status.replicas - found.spec.replicas, 0)
         return RoleCounts(
             starting=found.spec.replicas - ready,
             ready=ready,
-            draining=max(found.status.replicas - found.spec.replicas, 0),
+            draining=too_many + found.status.terminatingReplicas,
             devices_each=self._workloads[component][1],
             # The scheduler of Kubernetes knows; a pod without a device stays pending.
             devices_free=100_000,
@@ -116,10 +112,3 @@ class KubernetesConnector:
     def _path(self, component: str) -> str:
         workload = self._workloads[component][0]
         return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload}"
-
-
-def _workload(answer: dict[str, Any]) -> _Workload:
-    try:
-        return msgspec.convert(answer, _Workload)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc

@@ -1,21 +1,17 @@
 """What the planner sees of the load: metrics as the load of each role.
 
-The sums over decode workers are made in `planner/policy/observed.py`.
+What a worker does not report is unknown and not 0: sums are then only what is needed at least, and
+something beside them is left out, so that no worker is removed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.planner.policy.observed import decode_load
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.overview import compose
 from dynamo_lite.runtime.overview.metrics import CounterHistory, Samples, total
 from dynamo_lite.runtime.overview.model import LiveProcess, Overview
 from dynamo_lite.runtime.overview.observer import Observer
-from dynamo_lite.runtime.process.component import Host
 
 #: Every prompt has one of them once it has KV blocks.
 _VERDICTS = ("local", "remote")
@@ -43,34 +39,16 @@ class Observed:
 
 
 class Observation:
-    """Async context manager. Raises StoreUnavailable without a first list of members."""
+    """now: monotonic."""
 
-    def __init__(self, host: Host):
-        self._now = host.clock.monotonic
-        self._observer = Observer(
-            host.store, host.spec.namespace, host.drops, host.clock.wall, host.certificates
-        )
+    def __init__(self, observer: Observer, now: Callable[[], float]):
+        self._observer, self._now = observer, now
         self._history = CounterHistory(_RATE_S)
-
-    async def __aenter__(self) -> Self:
-        await self._observer.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._observer.__aexit__(*exc_info)
-
-    @property
-    def members(self) -> Mapping[int, EndpointRecord]:
-        """The main record of each live process, by its lease."""
-        return self._observer.members
 
     async def look(self) -> Observed:
         """The load now. Takes as long as the slowest process needs to respond, 1 s at most."""
         seen = await self._observer.look()
-        workers = {
-            role: tuple(w for w in seen.workers if w.component == component)
-            for role, component in COMPONENTS.items()
-        }
+        workers = {role: tuple(w for w in seen.workers if w.component == role) for role in Role}
         pages = {
             worker.lease: page
             for worker in (*workers[Role.PREFILL], *workers[Role.DECODE])
@@ -123,6 +101,36 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
         admitted_per_s=sum(admitted) if seen.rate_s else None,
         tokens_per_s=seen.tokens.per_s if seen.rate_s else None,
         token_s=seen.tokens.mean_s,
+    )
+
+
+def decode_load(workers: Sequence[LiveProcess], remote: int | None) -> DecodeLoad:
+    """Without rates. remote: requests that wait for a remote prefill; None: not known."""
+    known = [
+        (w, w.running, w.waiting)
+        for w in workers
+        if w.running is not None and w.waiting is not None
+    ]
+    if not known:
+        return DecodeLoad()
+    running = sum(running for _, running, _ in known)
+    waiting = sum(waiting for _, _, waiting in known)
+    usages = [w.kv_usage for w, _, _ in known if w.kv_usage is not None]
+    used = sum(usages)
+    # Those that wait for a remote prefill hold their blocks already.
+    without_blocks = max(waiting - (remote or 0), 0)
+    waiting_known = remote is not None or not waiting
+    each = used / running if running else 0.0
+    complete = len(known) == len(workers)
+    return DecodeLoad(
+        kv_used=used if usages else None,
+        kv_waiting=(
+            each * without_blocks if waiting_known and len(usages) == len(workers) else None
+        ),
+        running=running,
+        waiting=waiting if complete else None,
+        queued=without_blocks if waiting_known and complete else None,
+        max_running=min((w.max_running for w in workers if w.max_running), default=None),
     )
 
 

@@ -11,22 +11,24 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dynamo_lite.planner.acts import Acts
+from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.planner.connector import COMPONENTS, Connector, LocalConnector, by_role
+from dynamo_lite.planner.connector import Connector, LocalConnector
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
-from dynamo_lite.planner.policy.inputs import Role, Seen
-from dynamo_lite.planner.policy.limits import bounds, contradictions
+from dynamo_lite.planner.policy.drain import NoVictim, victim
+from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.planner.policy.memory import Change, PlannerMemory, Proposal
 from dynamo_lite.planner.policy.planner import begun, plan
-from dynamo_lite.planner.record import PlannerRecords, settled
-from dynamo_lite.planner.roles import LastChanges, manual_counts, roles_seen
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.planner.record import PlannerRecords
+from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import PlannerOptions, subset
-from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
+from dynamo_lite.protocol.planner import RoleCounts, WantedRecord, WantedWorkers
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def as_text(change: Change) -> str:
     """A change in words."""
     what = "start withdrawn" if change.withdraws else f"{change.by:+}"
-    return f"{COMPONENTS[change.role]} {what}: {change.reason}"
+    return f"{change.role} {what}: {change.reason}"
 
 
 class PlannerMetrics:
@@ -65,12 +67,12 @@ class PlannerMetrics:
 
     def decided(self, proposal: Proposal) -> None:
         for role, one in proposal.roles.items():
-            self._workers.labels(COMPONENTS[role], "count").set(one.count)
+            self._workers.labels(role, "count").set(one.count)
             wanted = float("nan") if one.wanted is None else one.wanted
-            self._workers.labels(COMPONENTS[role], "wanted").set(wanted)
+            self._workers.labels(role, "wanted").set(wanted)
         for held, changes in (("no", proposal.actions), ("yes", proposal.held)):
             for change in changes:
-                self._actions.labels(COMPONENTS[change.role], change.kind, held).inc()
+                self._actions.labels(change.role, change.kind, held).inc()
 
 
 class Planner:
@@ -84,19 +86,18 @@ class Planner:
     ):
         self._config = msgspec.convert(config, PlannerConfig)
         self._spec = spec
-        self._connector = connector
+        self._given = connector
         self._limits = subset(PlannerOptions, self._config)
         self._stack = AsyncExitStack()
         self._memory = PlannerMemory()
         self._proposal = Proposal(hold="it has not looked yet")
         #: What was logged last.
         self._told: object = None
-        self._led = False
         #: The last `RoleSeen.others`.
         self._others: dict[Role, int] = {}
         #: Devices of one worker, by component.
         self._devices: dict[str, int] = {}
-        self._records: PlannerRecords | None = None
+        #: None until it has started.
         self._options: ComponentOptions | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -104,40 +105,39 @@ class Planner:
         self._host = host
         self._metrics = PlannerMetrics(host.registry)
         enter = self._stack.enter_async_context
-        connector = self._connector or self._open_connector()
-        self._options = ComponentOptions(host, self._config, self._apply)
-        await enter(self._options.following())
-        self._observation = await enter(Observation(host))
+        self._connector = self._given or self._open_connector()
+        options = ComponentOptions(host, self._config, self._apply)
+        await enter(options.following())
+        store, clock = host.store, host.clock
+        observer = Observer(store, host.spec.namespace, host.drops, clock.wall, host.certificates)
+        self._observer = await enter(observer)
+        self._observation = Observation(observer, clock.monotonic)
         # In a dry run it must not keep another planner from acting.
-        records = PlannerRecords(host, elects=not self._config.dry_run)
-        self._records = await enter(records)
-        self._changes = LastChanges(host.clock.monotonic)
-        self._acts = Acts(host, connector, records, lambda: self._observation.members)
-        host.spawn(self._run(records, connector), "planner")
+        self._records = PlannerRecords(host, elects=not self._config.dry_run)
+        self._options = options
+        host.spawn(self._run(), "planner")
         await host.register("plan")
         return {}
 
     async def drain(self, grace_s: float) -> None:
-        """What it has begun needs no planner, but that pods that leave are ended."""
+        """What it has begun needs no planner."""
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        records = self._records
-        if records is None or self._options is None:
+        if self._options is None:
             return {"ok": False, "checks": {"planner": "not started yet: wait"}}
         return {
             "ok": True,
             "planner": {
-                "leads": not records.why_not,
+                "leads": not self._records.why_not,
                 "hold": self._proposal.hold,
                 "roles": [
-                    {"component": COMPONENTS[role], **asdict(one)}
-                    for role, one in self._proposal.roles.items()
+                    {"component": role, **asdict(one)} for role, one in self._proposal.roles.items()
                 ],
                 "held": [as_text(change) for change in self._proposal.held],
-                "manual": dict(records.wanted.manual) if records.wanted else {},
+                "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
                 "limits": asdict(self._limits),
                 "devices": self._devices,
                 "dry_run": self._config.dry_run,
@@ -153,51 +153,41 @@ class Planner:
         return KubernetesConnector(api, options)
 
     def _apply(self, values: Values) -> None:
-        limits = applied(values, subset(PlannerOptions, self._config))
-        if mistakes := contradictions(limits, by_role(self._devices)):
-            logger.warning("live options that contradict each other: %s", "; ".join(mistakes))
-        self._limits = limits
+        self._limits = applied(values, subset(PlannerOptions, self._config))
 
-    async def _run(self, records: PlannerRecords, connector: Connector) -> None:
+    async def _run(self) -> None:
         while True:
             try:
-                await self._tick(records, connector)
+                await self._tick()
             except (DynamoLiteError, TimeoutError) as exc:
                 self._metrics.failures.labels("store").inc()
                 logger.warning("the planner's tick failed: %s", exc)
             await asyncio.sleep(self._limits.tick_s)
 
-    async def _tick(self, records: PlannerRecords, connector: Connector) -> None:
+    async def _tick(self) -> None:
+        try:
+            await self._records.read()
+        except DynamoLiteError as exc:
+            # While its lease is good it goes on with what it knows.
+            self._metrics.failures.labels("store").inc()
+            logger.warning("the planner's records were not read: %s", exc)
         observed = await self._observation.look()
-        counts = await self._count(connector)
-        leads = not records.why_not
-        self._metrics.leads.set(leads)
-        wanted = records.wanted or WantedRecord()
-        settles = leads and bool(counts) and records.wanted is not None
-        if settles:
-            before, elected = counts, not self._led or self._acts.unsure
-            wanted = await records.edit(lambda record: settled(record, before, elected=elected))
-            self._acts.unsure = False
-            limit_s, left = self._limits.drain_timeout_s, wanted
-            wanted = await self._acts.end_leaving(wanted, counts, limit_s)
-            if wanted is not left:
-                # What has just been ordered is not in these numbers.
-                counts = await self._count(connector)
-        self._led = leads and (settles or self._led)
-        seen = self._seen(records, observed, counts, wanted)
+        counts = await self._count()
+        self._metrics.leads.set(not self._records.why_not)
+        seen = self._seen(observed, counts)
         self._memory, proposal = plan(
             self._memory, seen, self._limits, self._host.clock.monotonic()
         )
         self._show(proposal)
         for change in proposal.actions:
-            await self._act(change, counts)
+            await self._act(change, counts[change.role])
         if not seen.hold and (done := self._reached(seen)):
-            await records.edit(lambda record: _without_manual(record, done))
+            await self._records.edit(lambda record: _without_manual(record, done))
 
-    async def _count(self, connector: Connector) -> Mapping[str, RoleCounts]:
+    async def _count(self) -> Mapping[str, RoleCounts]:
         """Empty if they are not known."""
         try:
-            counts = await connector.counts()
+            counts = await self._connector.counts()
             self._devices = {name: each.devices_each for name, each in counts.items()}
             return counts
         except DynamoLiteError as exc:
@@ -217,47 +207,93 @@ class Planner:
             said = f" ({'would do' if proposal.hold else 'does'}: {'; '.join(texts)})"
             logger.info("%s%s", proposal.reason, said if texts else "")
 
-    def _seen(
-        self,
-        records: PlannerRecords,
-        observed: Observed,
-        counts: Mapping[str, RoleCounts],
-        wanted: WantedRecord,
-    ) -> Seen:
-        foreign = self._acts.foreign()
-        roles = roles_seen(observed, counts, wanted, foreign, self._changes, self._others)
-        self._others |= {role: one.others for role, one in roles.items()}
-        manual = manual_counts(wanted, roles, paused=wanted.paused is not None)
+    def _seen(self, observed: Observed, counts: Mapping[str, RoleCounts]) -> Seen:
+        wanted = self._records.wanted or WantedRecord()
+        members, owns = self._observer.members, self._connector.owns
+        foreign = {lease_id for lease_id, worker in members.items() if not owns(worker)}
+        roles: dict[Role, RoleSeen] = {}
+        for role in Role:
+            if (now := counts.get(role)) is None:
+                continue
+            last = wanted.roles.get(role)
+            others = len(observed.serving(role) & foreign)
+            # One that starts is a member before its supervisor knows its lease.
+            others = max(others - now.starting, min(self._others.get(role, 0), others))
+            self._others[role] = others
+            roles[role] = RoleSeen(
+                counts=now,
+                others=others,
+                youngest_s=observed.youngest_s(role),
+                changed=last and (last.up, last.at),
+            )
+        manual = {role: wanted.manual[role] for role in roles if role in wanted.manual}
+        if manual and wanted.paused is not None:
+            # They are reached, and nothing else is done.
+            manual = {role: one.count for role, one in roles.items()} | manual
         return Seen(
             roles=roles,
             prefill=observed.prefill,
             decode=observed.decode,
-            hold=self._hold(records, wanted, bool(manual)),
+            hold=self._hold(wanted, bool(manual)),
             manual=manual,
         )
 
-    def _hold(self, records: PlannerRecords, wanted: WantedRecord, manual: bool) -> str:
+    def _hold(self, wanted: WantedRecord, manual: bool) -> str:
         if self._config.dry_run:
             return "dry run"
-        if why := records.why_not:
+        if why := self._records.why_not:
             return why
-        if records.wanted is None:
+        if self._records.wanted is None:
             return "paused by a record that cannot be read"
-        if not self._led:
-            # It has not settled what was before: it was elected during this tick, or has no counts.
-            return "it has just been elected"
         if manual or (why := wanted.paused) is None:
             return ""
         return "paused" + (f": {why}" if why else "")
 
-    async def _act(self, change: Change, counts: Mapping[str, RoleCounts]) -> None:
-        """A failure ends only this action: the next tick decides again."""
+    async def _act(self, change: Change, now: RoleCounts) -> None:
+        """The record says first what is wanted. A failure ends only this action: the next tick
+        looks at what is there, and decides again."""
+        chosen: EndpointRecord | None = None
+        count = max(now.starting + now.ready + change.by, 0)
         try:
-            if await self._acts.begin(change, counts[COMPONENTS[change.role]]):
-                self._memory = begun(self._memory, change)
+            if change.kind == "remove" and (chosen := await self._victim(change.role)) is None:
+                return
+            await self._records.edit(lambda record: self._decided(record, change, count))
+            async with asyncio.timeout(self._records.may_act()):
+                await self._connector.change(change.role, count, chosen)
         except (DynamoLiteError, TimeoutError) as exc:
             self._metrics.failures.labels("order").inc()
             logger.warning("%s was not begun: %s", as_text(change), exc)
+            if not (isinstance(exc, Refused) and change.by > 0):
+                return
+        self._memory = begun(self._memory, change)
+
+    def _decided(self, record: WantedRecord, change: Change, count: int) -> WantedRecord:
+        if record.paused is not None and not record.manual:
+            raise Unavailable("paused")
+        before = record.roles.get(change.role)
+        if change.withdraws and before is not None:
+            role = msgspec.structs.replace(before, count=count, reason=change.reason[:1024])
+        else:
+            role = WantedWorkers(
+                count=count,
+                up=change.by > 0,
+                by=f"{self._host.lease.id:x}",
+                reason=change.reason[:1024],
+                at=self._host.clock.wall(),
+            )
+        return msgspec.structs.replace(record, roles={**record.roles, change.role: role})
+
+    async def _victim(self, component: str) -> EndpointRecord | None:
+        """The one to remove; see `planner/policy/drain.py`."""
+        members = self._observer.members
+        workers = (await drains.look(members.values(), self._host.certificates)).workers(component)
+        own = {worker.record.lease_id for worker in workers if self._connector.owns(worker.record)}
+        found = victim(workers, among=own)
+        if isinstance(found, NoVictim):
+            logger.warning("no %s is removed: %s", component, found.reason)
+            return None
+        logger.info("%s %x is removed: %s", component, found.record.lease_id, found.reason)
+        return found.record
 
     def _reached(self, seen: Seen) -> dict[str, int]:
         """The numbers of an operator that are reached, by component."""
@@ -265,7 +301,7 @@ class Planner:
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
             if not one.under_way and one.count == min(max(wanted, least), most):
-                found[COMPONENTS[role]] = wanted
+                found[role] = wanted
         return found
 
 

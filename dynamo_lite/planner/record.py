@@ -7,97 +7,51 @@ lease's time: an act and its timeouts then end before another planner can lead.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack
-from typing import Any, Self
-
-import msgspec
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable, Unavailable
-from dynamo_lite.protocol.planner import (
-    LeaderRecord,
-    RoleCounts,
-    WantedRecord,
-    WantedWorkers,
-)
+from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, until_listed
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.store import Store
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0
 #: Share of the rest of the lease that one act may take. The rest is for a timeout that is noticed
 #: late.
 _ACT_SHARE = 0.8
+_TRIES = 20
 
 WantedEdit = Callable[[WantedRecord], WantedRecord]
 
 
 async def edit(store: Store, namespace: str, change: WantedEdit) -> WantedRecord:
-    """Replaces the wanted numbers, and returns the new ones. A record that cannot be read is
-    replaced. Raises Unavailable when another writer was faster."""
+    """Replaces what is wanted, and returns that. A record that cannot be read is replaced. Raises
+    Unavailable after many conflicts with other writers."""
     key = names.planner_wanted_key(namespace)
-    old, record = await store.get(key), WantedRecord()
-    try:
-        record = record if old is None else decode_json(old, WantedRecord)
-    except ProtocolError as exc:
-        logger.warning("%s is replaced: %s", key, exc)
-    if (new := change(record)) == record:
-        return record
-    if not await store.swap(key, old, encode_json(new)):
-        raise Unavailable(f"{key} was changed by another process meanwhile")
-    return new
-
-
-def with_role(record: WantedRecord, component: str, role: WantedWorkers) -> WantedRecord:
-    return msgspec.structs.replace(record, roles={**record.roles, component: role})
-
-
-def settled(
-    record: WantedRecord, counts: Mapping[str, RoleCounts], *, elected: bool
-) -> WantedRecord:
-    """With what has become of the last changes. Other processes may change the numbers, and what
-    is there then is wanted.
-
-    elected: the planner has just been elected: an order may not have been given at all, and its
-    start has not failed.
-    """
-    for component, now in counts.items():
-        role = record.roles.get(component)
-        if role is None or (role.starting and now.starting):
-            continue
-        facts: dict[str, Any] = {"starting": False}
-        if role.starting and now.ready >= role.count:
-            facts["failures"] = 0
-        elif role.starting and not elected:
-            facts["failures"] = role.failures + 1
-        count = now.starting + now.ready - len(role.leaving)
-        # One that leaves may be gone already, and its planner has ended before it wrote that.
-        facts["count"] = max(count, role.count) if role.leaving else count
-        record = with_role(record, component, msgspec.structs.replace(role, **facts))
-    return record
+    for _ in range(_TRIES):
+        old, record = await store.get(key), WantedRecord()
+        try:
+            record = record if old is None else decode_json(old, WantedRecord)
+        except ProtocolError as exc:
+            logger.warning("%s is replaced: %s", key, exc)
+        new = change(record)
+        if new == record or await store.swap(key, old, encode_json(new)):
+            return new
+    raise Unavailable(f"{key} was changed by other processes again and again")
 
 
 class PlannerRecords:
-    """Async context manager; entering it waits for the first listing. elects: whether this process
-    may be elected. Raises DeadlineExceeded or StoreUnavailable."""
+    """elects: whether this process may be elected."""
 
     def __init__(self, host: Host, *, elects: bool):
         self._host, self._elects = host, elects
-        namespace = host.spec.namespace
-        self._prefix = names.planner_prefix(namespace)
-        self._leader_key = names.planner_leader_key(namespace)
-        self._wanted_key = names.planner_wanted_key(namespace)
         #: The lease of the planner that leads; 0: none does.
         self._leader = 0
-        #: None: it cannot be read.
+        #: As it was last read. None: it cannot be read.
         self.wanted: WantedRecord | None = WantedRecord()
-        self._listed = asyncio.Event()
-        self._vacant = asyncio.Event()
-        self._stack = AsyncExitStack()
 
     @property
     def why_not(self) -> str:
@@ -117,58 +71,33 @@ class PlannerRecords:
             raise Unavailable(why)
         return self._host.lease.remaining_s() * _ACT_SHARE
 
-    async def edit(self, change: WantedEdit) -> WantedRecord:
+    async def edit(self, change: WantedEdit) -> None:
         """As `edit`, if this process may act now. Raises Unavailable or TimeoutError."""
         async with asyncio.timeout(self.may_act()):
-            return await edit(self._host.store, self._host.spec.namespace, change)
+            store, namespace = self._host.store, self._host.spec.namespace
+            self.wanted = await edit(store, namespace, change)
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            events = await stack.enter_async_context(self._host.store.watch(self._prefix))
-            await stack.enter_async_context(running(self._follow(events), name="planner records"))
-            if self._elects:
-                election = running(self._elect(), name="planner election")
-                await stack.enter_async_context(election)
-            await until_listed(self._listed, f"records at {self._prefix}")
-            self._stack = stack.pop_all()
-        return self
+    async def read(self) -> None:
+        """Reads both records. If no planner leads, this one does. Raises StoreUnavailable."""
+        host, namespace = self._host, self._host.spec.namespace
+        entries = await host.store.get_prefix(names.planner_prefix(namespace))
+        key, own = names.planner_leader_key(namespace), LeaderRecord(lease_id=host.lease.id)
+        leader = self._decoded(entries, key, LeaderRecord, LeaderRecord(lease_id=0))
+        if self._elects and key not in entries:
+            if await host.store.create(key, encode_json(own), lease=host.lease):
+                leader = own
+        if leader is not None:
+            self._leader = leader.lease_id
+        key = names.planner_wanted_key(namespace)
+        self.wanted = self._decoded(entries, key, WantedRecord, WantedRecord())
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
-        async for event in events:
-            match event:
-                case Snapshot(entries):
-                    for key in (self._leader_key, self._wanted_key):
-                        self._note(key, entries.get(key))
-                case Put(key, value):
-                    self._note(key, value)
-                case Delete(key):
-                    self._note(key, None)
-            self._listed.set()
-
-    def _note(self, key: str, value: bytes | None) -> None:
-        """One that cannot be read is logged and counted."""
+    def _decoded(self, entries: Mapping[str, bytes], key: str, kind: Any, absent: Any) -> Any:
+        """None for a record that cannot be read, which is logged and counted."""
+        if (value := entries.get(key)) is None:
+            return absent
         try:
-            if key == self._leader_key:
-                self._leader = 0 if value is None else decode_json(value, LeaderRecord).lease_id
-                self._vacant.set() if value is None else self._vacant.clear()
-            elif key == self._wanted_key:
-                self.wanted = None
-                self.wanted = WantedRecord() if value is None else decode_json(value, WantedRecord)
+            return decode_json(value, kind)
         except ProtocolError as exc:
             self._host.drops("record")
             logger.warning("%s is ignored: %s", key, exc)
-
-    async def _elect(self) -> None:
-        host = self._host
-        while True:
-            await self._vacant.wait()
-            record = LeaderRecord(lease_id=host.lease.id)
-            try:
-                await host.store.create(self._leader_key, encode_json(record), lease=host.lease)
-            except StoreUnavailable as exc:
-                logger.debug("no election: %s", exc)
-            # The watch tells who has won. If it does not, the key has gone again.
-            await asyncio.sleep(_RETRY_S)
+            return None

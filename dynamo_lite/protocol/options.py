@@ -77,7 +77,6 @@ class PlannerOptions:
     decode_up_share: Share = 0.85
     start_s: SecondsOption = 60.0
     start_timeout_s: SecondsOption = 600.0
-    drain_timeout_s: SecondsOption = 600.0
 
 
 def subset(kind: type[T], options: Any) -> T:

@@ -45,7 +45,6 @@ def _others(namespace: str) -> tuple[Permissions, ...]:
     notices, health = names.kv_subject(namespace, _DECODE), names.health_subject(namespace, _DECODE)
     explain = (names.explain_subject, names.forward_explain_subject)
     outcomes, routers = _of_any(namespace, names.fates_subject), _endpoints(namespace, "Router")
-    metadata, planner = names.nixl_metadata_prefix(namespace), names.planner_prefix(namespace)
 
     def own(component: str) -> str:
         return f"{members}{component}/"
@@ -70,9 +69,8 @@ def _others(namespace: str) -> tuple[Permissions, ...]:
         ),
         Permissions(
             "Planner",
-            read=(options("Planner"),),
-            # It revokes leases, for which etcd demands that it may delete their keys.
-            write=(planner, members, metadata, links),
+            read=(members, links, options("Planner")),  # as the dashboard
+            write=(own("Planner"), names.planner_prefix(namespace)),
         ),
         Permissions(
             "Forwarder",

@@ -92,15 +92,6 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class LeavingWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker whose lease was revoked, and which Kubernetes ends when it has drained."""
-
-    lease_id: LeaseId
-    #: Its pod's name.
-    host: Text
-    status_url: Text
-
-
 class WantedWorkers(msgspec.Struct, frozen=True, kw_only=True):
     """The wanted number of one role: what was decided last."""
 
@@ -112,12 +103,6 @@ class WantedWorkers(msgspec.Struct, frozen=True, kw_only=True):
     by: Text
     reason: Text
     at: Wall = 0.0
-    #: Workers are starting for it. They become ready, fail, or take too long.
-    starting: bool = False
-    #: Oldest first.
-    leaving: tuple[LeavingWorker, ...] = ()
-    #: Failed starts in a row.
-    failures: Number = 0
 
 
 class WantedRecord(msgspec.Struct, frozen=True, kw_only=True):

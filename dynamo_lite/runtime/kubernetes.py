@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from dynamo_lite.protocol.errors import (
     ConfigError,
@@ -23,7 +22,6 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 
-_MAX_BYTES = 8 << 20
 #: The patch replaces the fields that it names.
 _MERGE_PATCH = "application/merge-patch+json"
 
@@ -64,9 +62,18 @@ class KubernetesApi:
         return await self._request("PATCH", path, msgspec.json.encode(change))
 
     async def _request(self, method: str, path: str, body: bytes) -> dict[str, Any]:
+        headers = {"Accept": "application/json"} | ({"Content-Type": _MERGE_PATCH} if body else {})
         try:
-            async with asyncio.timeout(self._timeout_s):
-                status, answer = await self._exchange(method, path, body)
+            # Read each time: the token is replaced while the pod runs.
+            headers["Authorization"] = f"Bearer {self._bearer()}"
+            async with (
+                asyncio.timeout(self._timeout_s),
+                aiohttp.ClientSession(f"https://{self._netloc}", headers=headers) as session,
+                session.request(
+                    method, path, data=body or None, ssl=self._context, allow_redirects=False
+                ) as response,
+            ):
+                status, answer = response.status, await response.read()
         except TimeoutError as exc:
             raise DeadlineExceeded(f"Kubernetes: {method} {path}", self._timeout_s) from exc
         except (OSError, aiohttp.ClientConnectionError) as exc:
@@ -79,30 +86,6 @@ class KubernetesApi:
         if status == 409 or status == 429 or status >= 500:
             raise Unavailable(said)
         raise Refused(said, elsewhere=False)
-
-    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        # Read each time: the token is replaced while the pod runs.
-        headers = {"Authorization": f"Bearer {self._bearer()}", "Accept": "application/json"}
-        if body:
-            headers["Content-Type"] = _MERGE_PATCH
-        url = URL(f"https://{self._netloc}{path}", encoded=True)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(
-                method,
-                url,
-                data=body or None,
-                headers=headers,
-                ssl=self._context,
-                allow_redirects=False,
-            ) as answer,
-        ):
-            content = bytearray()
-            async for part in answer.content.iter_any():
-                content += part
-                if len(content) > _MAX_BYTES:
-                    raise OSError(f"the answer is longer than {_MAX_BYTES} bytes")
-            return answer.status, bytes(content)
 
     def _bearer(self) -> str:
         return _line(self._token)

@@ -48,6 +48,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         **{f"{section}.request-load-tokens": "32 tokens always" for section in _ROUTING},
         **{f"{section}.max-kv-usage": "0.95 always" for section in _ROUTING},
         "Planner.connector": "`kubernetes` with a workload in it means Kubernetes",
+        "Planner.drain-timeout-s": "`terminationGracePeriodSeconds` of the workers' pods",
         "Planner.kubernetes.timeout-s": "5 s always",
         "Planner.stale-s": "every measurement is of the last tick; remove it",
         "Planner.itl-target-s": "KV blocks, `max-num-seqs` and tokens per second decide; remove it",

@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
 from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
-from dynamo_lite.planner.connector import COMPONENTS, by_role
+from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
@@ -163,8 +163,8 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
     if not planner.workers or options.kubernetes.scales:
         return
     where = (PLANNER.name, "budget-devices")
-    workers = [one for name in COMPONENTS.values() if (one := config.get(name)) is not None]
-    for mistake in contradictions(options, by_role({c.service.name: c.devices for c in workers})):
+    workers = [one for name in Role if (one := config.get(name)) is not None]
+    for mistake in contradictions(options, {c.service.name: c.devices for c in workers}):
         document.complain(where, mistake)
     started = [c for c in workers if c.workers] if only is None else []
     need = sum(c.workers * occupied(c.devices) for c in started)

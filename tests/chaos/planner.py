@@ -149,9 +149,9 @@ class Check:
         record = WantedRecord() if wanted is None else decode_json(wanted, WantedRecord)
         states = [(p.service, p.state) for p in self.graph.processes()]
         self._phases = [
-            f"{component}: {'starts' if role.starting else 'drains'}"
-            for component, role in sorted(record.roles.items())
-            if role.starting or (component, "draining") in states
+            f"{component}: {'starts' if (component, 'starting') in states else 'drains'}"
+            for component in sorted(record.roles)
+            if {(component, "starting"), (component, "draining")}.intersection(states)
         ]
 
     def _see(self) -> None:

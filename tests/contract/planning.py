@@ -38,19 +38,16 @@ class Order:
 
 class FakeSupervisor:
     """Implements Connector. `stop_at` names the moment at which a call never returns:
-    `add before`, `add after`, `remove before`, `remove after`, `prefer after`. A change to fewer
-    workers is a removal."""
+    `add before`, `add after`, `remove before`, `remove after`. A change to fewer workers is a
+    removal."""
 
-    def __init__(self, *, chooses_victim: bool = True):
-        self.chooses_victim = chooses_victim
+    def __init__(self) -> None:
         self.devices_each = self.devices_free = 0
         #: How often `counts` was called.
         self.looks = 0
         self.ready = {P: 1, D: 1}
         self.starting = {P: 0, D: 0}
         self.draining: dict[str, set[int]] = {P: set(), D: set()}
-        #: Hosts of the workers that were preferred.
-        self.preferred: list[str] = []
         self.orders: list[tuple[str, Order]] = []
         self.instant = True
         self.stop_at = ""
@@ -72,7 +69,10 @@ class FakeSupervisor:
             for c in (P, D)
         }
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        lease_id = 0 if victim is None else victim.lease_id
         own = self.starting[component] + self.ready[component]
         what = "add" if count > own else "remove"
         await self._moment(f"{what} before")
@@ -84,20 +84,13 @@ class FakeSupervisor:
             self.starting[component] -= starting
             self.ready[component] -= own - count - starting
         elif lease_id not in self.draining[component]:
-            assert self.chooses_victim and count == own - 1
+            assert count == own - 1
             self.ready[component] -= 1
             self.draining[component].add(lease_id)
         if self.instant:
             self.finish_starts()
             self.finish_drains()
         await self._moment(f"{what} after")
-
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        if ends:
-            self.preferred.append(worker.host)
-        elif worker.host in self.preferred:
-            self.preferred.remove(worker.host)
-        await self._moment("prefer after")
 
     def owns(self, worker: EndpointRecord) -> bool:
         return True
@@ -223,18 +216,17 @@ class Bench:
             supervisor = self.supervisor
             draining = supervisor.draining[P] | supervisor.draining[D]
             there = supervisor.ready == {P: 1, D: 1, **ready}
-            return there and not draining and await self._is_quiet()
+            return there and not draining and not (await self.wanted()).manual
 
         await eventually(settled, within_s)
 
-    async def until_quiet(self) -> None:
-        """Waits until no number is set or on its way."""
-        await eventually(self._is_quiet, 20)
+    async def until_reached(self) -> None:
+        """Waits until no number is set that is not reached."""
 
-    async def _is_quiet(self) -> bool:
-        wanted = await self.wanted()
-        under_way = [role for role in wanted.roles.values() if role.starting or role.leaving]
-        return not under_way and not wanted.manual
+        async def reached() -> bool:
+            return not (await self.wanted()).manual
+
+        await eventually(reached, 20)
 
     def overflow(self, tokens: int) -> None:
         """The workers report prompts for which the queue had no room."""

@@ -46,9 +46,8 @@ class Planned:
 
     def until_quiet(self) -> None:
         def quiet() -> bool:
-            wanted = self.status()["wanted"]
-            starting = any(role["starting"] for role in wanted["roles"].values())
-            return not starting and not wanted["manual"]
+            starting = any(p["state"] == "starting" for p in self.graph.processes().values())
+            return not starting and not self.status()["wanted"]["manual"]
 
         eventually(quiet, "nothing is under way")
 

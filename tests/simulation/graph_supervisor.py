@@ -158,12 +158,6 @@ class SimSupervisor:
         worker.retired = True
         worker.slot.stop()
 
-    def kill(self, who: str, worker: Worker) -> None:
-        """Kills the worker at once."""
-        self.watcher.killing(who, worker)
-        worker.retired = True
-        worker.slot.kill()
-
     async def _until_ended(self, worker: Worker) -> None:
         name = worker.slot.name
         keeper = self._world.keeper_of(name)
@@ -202,8 +196,6 @@ class SimPods:
     """Implements Connector for the planner `who`. A request and its answer take the network's
     time each, so that a planner may end between the two."""
 
-    chooses_victim = False
-
     def __init__(self, supervisor: SimSupervisor, network: Network, who: str):
         self._supervisor, self._network, self._who = supervisor, network, who
         self._seen: dict[str, int] = {}
@@ -215,9 +207,15 @@ class SimPods:
         await self._way()
         return counts
 
-    async def change(self, component: str, count: int, lease_id: int = 0) -> None:
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
         """Raises Unavailable also if the number has changed. Ends preferred workers first."""
         await self._way()
+        if victim is not None:
+            # The pod is still preferred when its container was restarted.
+            self._supervisor.find(component, victim.lease_id).preferred = True
+            await self._way()
         number = self._supervisor.number(component)
         if number not in (count, self._seen.get(component)):
             raise Unavailable("another client has changed the number")
@@ -227,25 +225,12 @@ class SimPods:
             self._remove(component)
         await self._way()
 
-    async def prefer(self, worker: EndpointRecord, *, ends: bool = True) -> None:
-        """Remembers the pod by its process. When the container was restarted, the pod is still
-        the preferred one."""
-        await self._way()
-        pod = self._supervisor.find(worker.component, worker.lease_id)
-        pod.last_lease, pod.preferred = worker.lease_id, ends
-        await self._way()
-
     def _remove(self, component: str) -> None:
-        """With SIGKILL, if it is still the process that drains."""
         there = [one for one in self._supervisor.workers if one.component == component]
         there = [one for one in there if one.phase in ("starting", "ready")]
-        worker = min(there, key=lambda one: (not one.preferred, one.phase == "ready", -one.began))
-        host, lease_id = worker.slot.host, worker.last_lease
-        if lease_id and host is not None and host.lease.id == lease_id:
-            self._supervisor.kill(self._who, worker)
-        else:
-            self._supervisor.watcher.removing(self._who, worker)
-            self._supervisor.end(worker)
+        worker = min(there, key=lambda one: (one.phase == "ready", not one.preferred, -one.began))
+        self._supervisor.watcher.removing(self._who, worker)
+        self._supervisor.end(worker)
 
     def owns(self, worker: EndpointRecord) -> bool:
         return True

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol.options import PlannerOptions
@@ -108,9 +107,9 @@ def _with_lost_worker(scenario: Scenario, planner: PlannerScenario, rng: random.
     options = replace(planner.options, budget_devices=6, decode_min=1)
     at_s = LOAD_FROM_S + rng.uniform(0.0, 3.0)
     gone_s = scenario.lease_ttl_s + 5.0
-    slot = f"{role.value}-{rng.randrange(2)}"
+    slot = f"{role.word}-{rng.randrange(2)}"
     crash = Fault(at_s=at_s, kind=FaultKind.CRASH, target=slot)
-    wish = Wish(at_s=at_s + gone_s, component=COMPONENTS[role], count=1)
+    wish = Wish(at_s=at_s + gone_s, component=role, count=1)
     lost = BadStarts(from_s=at_s, to_s=at_s + gone_s + 4.0, hang=True, restarts=True)
     return replace(
         scenario,
@@ -132,7 +131,7 @@ def _with_resumed_additions(
     at_s = LOAD_FROM_S + rng.uniform(0.5, 3.0)
     wishes = tuple(
         Wish(at_s=at_s + rng.uniform(0.0, 6.0), component=component, count=rng.choice((3, 4)))
-        for component in COMPONENTS.values()
+        for component in Role
     )
     return replace(
         scenario,
@@ -155,11 +154,11 @@ def _with_writers_that_leave(
 ) -> Scenario:
     """Pods are removed while writes are slow and many clients leave: a worker without requests may
     still be written into, or write."""
-    options = replace(planner.options, budget_devices=8, decode_min=1, drain_timeout_s=25.0)
+    options = replace(planner.options, budget_devices=8, decode_min=1)
     waves = [ask.at_s for ask in scenario.asks]
     wishes = tuple(
         Wish(at_s=rng.choice(waves) + rng.uniform(0.0, 0.5), component=component, count=count)
-        for component in COMPONENTS.values()
+        for component in Role
         for count in (1, 2, 1)
     )
     asks = tuple(
@@ -232,7 +231,6 @@ def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
         cooldown_s=rng.uniform(0.3, 2.0),
         start_s=rng.uniform(0.5, 2.0),
         start_timeout_s=rng.uniform(2.5, 5.0),
-        drain_timeout_s=rng.choice((2.0, 8.0, 25.0)),
     )
 
 
@@ -253,7 +251,7 @@ def _wishes(options: PlannerOptions, until_s: float, rng: random.Random) -> tupl
         role = rng.choice(tuple(Role))
         wish = Wish(
             at_s=rng.uniform(LOAD_FROM_S, until_s),
-            component=COMPONENTS[role],
+            component=role,
             count=rng.randint(*bounds(options, role)),
         )
         wishes.append(wish)

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from aetcd import rpc
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
-from tests.simulation.engine.assembly import SimEngineProcess
-from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.graph_supervisor import SimSupervisor, Worker
 from tests.simulation.scenario import PlannerScenario, Step
-from tests.simulation.supervisor import NAMESPACE, Slot
+from tests.simulation.supervisor import NAMESPACE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -33,7 +30,6 @@ _ENOUGH, _ROOM, _MORE = (
 
 #: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
-_DECODE = "VllmWorker", "generate"
 
 
 @dataclass
@@ -67,11 +63,7 @@ class PlannerJudge:
         #: When etcd has lost its data.
         self.wiped_at = -1e9
         self._left_at: dict[str, float] = {}
-        #: Keys of the decode workers that are registered.
-        self._listed: set[str] = set()
         self._wanted = WantedRecord()
-        #: When a worker began to leave, by its lease.
-        self._leaving: dict[int, float] = {}
         #: When the last change of each component was stored.
         self._changed_at: dict[str, float] = {}
         #: Components whose last removal has made room for another one.
@@ -84,7 +76,7 @@ class PlannerJudge:
 
     def added(self, component: str) -> None:
         self.judge.counts["planner added"] += 1
-        options, role = self.scenario.options, _role(component)
+        options, role = self.scenario.options, Role(component)
         own = self.supervisor.number(component)
         present = sum(each.present for each in self.supervisor.counts().values())
         if own > (most := bounds(options, role)[1]):
@@ -109,23 +101,19 @@ class PlannerJudge:
         self.on_step(Step("remove" if worker.phase == "ready" else "withdraw", "ordered"))
 
     def _check_wanted(self, worker: Worker) -> None:
-        """Before a worker is removed. One that drains may be written down as gone only later."""
+        """Before a worker is removed."""
         component = worker.component
         left, wanted = self.supervisor.number(component) - 1, self._number(component)
-        if self._settled() and left < wanted - bool(self._wanted_of(component).leaving):
+        if self._settled() and left < wanted:
             self._violate(f"{worker.slot.name} is removed, and {wanted} {component} are wanted")
 
-    def _wanted_of(self, component: str) -> WantedWorkers:
-        none = WantedWorkers(count=0, up=True, by="", reason="")
-        return self._wanted.roles.get(component, none)
-
     def _number(self, component: str) -> int:
-        """What is wanted, with those that leave."""
-        role = self._wanted_of(component)
-        return role.count + len(role.leaving)
+        """What is wanted."""
+        role = self._wanted.roles.get(component)
+        return 0 if role is None else role.count
 
     def _check_minimum(self, worker: Worker, left: int) -> None:
-        least = bounds(self.scenario.options, _role(worker.component))[0]
+        least = bounds(self.scenario.options, Role(worker.component))[0]
         if left < least:
             self._violate(f"{worker.slot.name} is removed, and {left} are fewer than {least}")
 
@@ -141,39 +129,6 @@ class PlannerJudge:
                 return
         self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
 
-    def killing(self, who: str, worker: Worker) -> None:
-        self._may_order(who, f"the end of {worker.slot.name}")
-        self.judge.counts["planner killed"] += 1
-        lease_id = worker.last_lease
-        since = self._leaving.get(lease_id, self.judge.now())
-        late = self.judge.now() - since >= self.scenario.options.drain_timeout_s
-        if not late and (why := self._unsafe(worker.slot, lease_id)):
-            self._violate(f"{worker.slot.name} is killed, and {why}")
-        self._check_wanted(worker)
-        self.on_step(Step("remove", "ordered"))
-
-    def _unsafe(self, slot: Slot, lease_id: int) -> str:
-        """Why its end would be unsafe; empty if it is safe."""
-        for engine in self.judge.engines():
-            halves = engine.halves
-            if not isinstance(halves, DecodeHalves):
-                continue
-            writers = halves.writers()
-            if engine.setup.address != slot.name:
-                # A planner cannot ask one that has lost its lease, whose own deadlines keep the
-                # blocks.
-                if lease_id in writers and self._is_listed(engine):
-                    return f"{engine.setup.address} may still be written by it"
-            elif engine.core.is_wanted:
-                return "it has requests"
-            elif writers:
-                return "it may still be written into"
-        return ""
-
-    def _is_listed(self, engine: SimEngineProcess) -> bool:
-        lease_id = engine.setup.engine_config.lease_id
-        return names.endpoint_key(NAMESPACE, *_DECODE, lease_id) in self._listed
-
     # Records
 
     def committed(self, events: list[Any]) -> None:
@@ -182,8 +137,6 @@ class PlannerJudge:
         for event in events:
             key = event.kv.key.decode()
             value = event.kv.value if event.type == rpc.Event.PUT else None
-            if key.startswith(names.endpoint_prefix(NAMESPACE, *_DECODE)):
-                (self._listed.discard if value is None else self._listed.add)(key)
             if not key.startswith(prefix):
                 continue
             if key == names.planner_leader_key(NAMESPACE):
@@ -197,7 +150,6 @@ class PlannerJudge:
     def wiped(self) -> None:
         """etcd has lost its data."""
         self.wiped_at = self.judge.now()
-        self._listed.clear()
         self._leads(None)
         self._wanted = WantedRecord()
         self._changed_at.clear()
@@ -214,12 +166,9 @@ class PlannerJudge:
 
     def _changed(self, component: str, before: WantedWorkers | None, role: WantedWorkers) -> None:
         now = self.judge.now()
-        if before is not None and role.failures > before.failures:
-            self.on_step(Step("withdraw", "wanted"))
-        for one in role.leaving:
-            if one.lease_id not in self._leaving:
-                self._leaves(component, one.lease_id, role)
         if before is not None and (before.up, before.at) == (role.up, role.at):
+            if role.count < before.count:
+                self.on_step(Step("withdraw", "wanted"))
             return
         if before is not None and before.up is not role.up and component in self._changed_at:
             passed_s = now - self._changed_at[component]
@@ -232,15 +181,6 @@ class PlannerJudge:
             self.judge.counts[f"planner moved a device over {over}"] += 1
             self._gave -= others
         self.on_step(Step("add" if role.up else "remove", "wanted"))
-
-    def _leaves(self, component: str, lease_id: int, role: WantedWorkers) -> None:
-        """The planner is about to revoke its lease."""
-        self._leaving[lease_id] = self.judge.now()
-        self._world.etcd.revoked.add(lease_id)
-        worker = self.supervisor.find(component, lease_id)
-        left = self.supervisor.number(component) - len(role.leaving)
-        self._check_minimum(worker, left)
-        self._check_not_last(worker)
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""
@@ -257,14 +197,11 @@ class PlannerJudge:
     def unsettled(self) -> str | None:
         """What planners still have to do, as text; None if the numbers are those of an idle
         graph."""
-        for component, wanted in self._wanted.roles.items():
-            if wanted.starting or wanted.leaving:
-                return f"{component} is under way: {wanted}"
-        for role, component in COMPONENTS.items():
-            counts = self.supervisor.counts()[component]
+        for role in Role:
+            counts = self.supervisor.counts()[role]
             least = bounds(self.scenario.options, role)[0]
             if (counts.starting, counts.ready, counts.draining) != (0, least, 0):
-                return f"{component}: {counts}, and {least} would do"
+                return f"{role}: {counts}, and {least} would do"
         return None
 
     def _may_order(self, who: str, what: str) -> None:
@@ -286,7 +223,3 @@ class PlannerJudge:
 
     def _violate(self, text: str) -> None:
         self.judge.violate(f"planner: {text}")
-
-
-def _role(component: str) -> Role:
-    return next(role for role, name in COMPONENTS.items() if name == component)

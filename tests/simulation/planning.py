@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from dynamo_lite.planner.connector import COMPONENTS
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import refusals
@@ -131,14 +130,13 @@ class Planning:
 
     async def _set(self, wish: Wish) -> None:
         """As `dynamo-lite planner set`."""
-        role = next(role for role, name in COMPONENTS.items() if name == wish.component)
         options = self._scenario.options
-        counts: dict[Role, int] = {}
+        counts: dict[str, int] = {}
         manual = self._wanted().manual
-        for other, name in COMPONENTS.items():
-            each = self.supervisor.counts()[name]
-            counts[other] = manual.get(name, each.starting + each.ready)
-        if refusals({role: wish.count}, counts, {}, options):
+        for role in Role:
+            each = self.supervisor.counts()[role]
+            counts[role] = manual.get(role, each.starting + each.ready)
+        if refusals({wish.component: wish.count}, counts, {}, options):
             return
         await self._edit(
             lambda record: replace(record, manual={**record.manual, wish.component: wish.count})

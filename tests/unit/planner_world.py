@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
-    LastChange,
     PrefillLoad,
     Role,
     RoleSeen,
@@ -28,8 +27,6 @@ class Pool:
     devices_each: int = 1
     starting: list[float] = field(default_factory=list)
     draining: list[float] = field(default_factory=list)
-    #: Failed starts in a row.
-    failures: int = 0
 
     @property
     def count(self) -> int:
@@ -78,13 +75,12 @@ class World:
                 devices_each=pool.devices_each,
                 devices_free=max(free, 0),
             ),
-            failures=pool.failures,
             changed=self._changed(role),
         )
 
-    def _changed(self, role: Role) -> LastChange | None:
-        mine = [(at, up) for at, of, up in self.orders if of is role]
-        return LastChange(up=mine[-1][1], age_s=self.now - mine[-1][0]) if mine else None
+    def _changed(self, role: Role) -> tuple[bool, float] | None:
+        mine = [(up, at) for at, of, up in self.orders if of is role]
+        return mine[-1] if mine else None
 
     def tick(self) -> Proposal:
         self.now += self.limits.tick_s
@@ -103,8 +99,6 @@ class World:
         pool.starting = [at for at in pool.starting if at > self.now]
         pool.ready += len(due)
         pool.draining = [at for at in pool.draining if at > self.now]
-        if due:
-            pool.failures = 0
 
     def _do(self, change: Change) -> None:
         if self.no_victim and change.kind == "remove":
@@ -114,7 +108,6 @@ class World:
         if change.withdraws:
             assert len(pool.starting) == -change.by
             pool.starting = []
-            pool.failures += 1
             return
         self.orders.append((self.now, change.role, change.by > 0))
         if change.by > 0:

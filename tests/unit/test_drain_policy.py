@@ -9,12 +9,12 @@ import pytest
 from dynamo_lite.cli.drain import _Watch
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.policy.drain import (
-    DrainCandidate,
     Leaving,
     NoVictim,
     Safe,
     Unsafe,
     Victim,
+    WorkerSeen,
     safe,
     victim,
     written_s,
@@ -23,21 +23,26 @@ from dynamo_lite.planner.policy.inputs import Role
 from tests.builders import endpoint_record
 
 
-def candidate(lease_id: int, in_flight: int | None = 0, **changes: Any) -> DrainCandidate:
-    return DrainCandidate(lease_id=lease_id, in_flight=in_flight, **changes)
+def candidate(
+    lease_id: int, in_flight: int | None = 0, *, serves: bool = True, started_at: float = 0.0
+) -> WorkerSeen:
+    record = endpoint_record(lease_id, started_at=started_at)
+    state = "ready" if serves else "unwell"
+    return WorkerSeen(record=record, state=state, in_flight=in_flight)
 
 
-def chosen(*candidates: DrainCandidate, **options: Any) -> int | None:
+def chosen(*candidates: WorkerSeen, **options: Any) -> int | None:
     found = victim(candidates, **options)
-    return found.lease_id if isinstance(found, Victim) else None
+    return found.record.lease_id if isinstance(found, Victim) else None
 
 
 def test_the_least_busy_and_of_equal_ones_the_youngest():
     found = victim([candidate(1, 3), candidate(2, 1), candidate(3, 2)])
-    assert found == Victim(lease_id=2, reason="least busy of 3: 1 in flight")
+    second = endpoint_record(2, started_at=0.0)
+    assert found == Victim(record=second, reason="least busy of 3: 1 in flight")
     found = victim([candidate(1, started_at=5.0), candidate(2, started_at=9.0), candidate(3, 1)])
     reason = "youngest of the least busy of 3: 0 in flight"
-    assert found == Victim(lease_id=2, reason=reason)
+    assert found == Victim(record=endpoint_record(2, started_at=9.0), reason=reason)
 
 
 def test_one_that_cannot_work_goes_first_and_an_unknown_one_last():
@@ -79,7 +84,7 @@ def test_the_choice_does_not_depend_on_the_order_and_is_the_least_busy():
         found = victim(some)
         assert found == victim(rng.sample(some, len(some)))
         if isinstance(found, Victim):
-            [gone] = [one for one in some if one.lease_id == found.lease_id]
+            [gone] = [one for one in some if one.lease_id == found.record.lease_id]
             assert any(one.serves for one in some if one is not gone)
             others = [one for one in some if one.serves == gone.serves]
             assert gone.serves is all(one.serves for one in some)
@@ -148,6 +153,6 @@ def test_what_is_safe_to_kill_stays_so_until_it_has_work_again():
     # While it is safe, a decode worker does not answer; then its own process ends.
     for in_flight in (1, 0, 0, None, 1):
         leaving = replace(IDLE_P, in_flight=in_flight)
-        watch._departure.leaving = leaving
+        watch._leaving = leaving
         watch._tell(judged(leaving, NOBODY if len(said) < 3 else {D: None}))
     assert [line.split()[1] for line in said] == ["UNLISTED", "DRAINING", "SAFE", "DRAINING"]

@@ -91,7 +91,7 @@ def test_impossible_facts_are_unknown():
     told = {DECODE: {"writers": ["1"], "writers_age_s": huge, "in_flight": huge}}
     graph = GraphSeen(records={DECODE: record}, facts=told)
     assert graph.writers(5.0) == {DECODE: None}
-    assert [one.candidate.in_flight for one in graph.workers("VllmWorker")] == [None]
+    assert [one.in_flight for one in graph.workers("VllmWorker")] == [None]
 
 
 def test_a_counter_that_shrank_was_restarted():

@@ -114,8 +114,6 @@ def test_no_user_sends_what_another_component_sends(subject: str, senders: list[
 
 
 def test_no_user_writes_the_keys_of_another_component():
-    """The planner may delete members' keys, for which etcd demands that it may write them."""
-
     def writers(key: str) -> list[str]:
         return holders(lambda one: any(key.startswith(prefix) for prefix in one.write))
 
@@ -123,17 +121,16 @@ def test_no_user_writes_the_keys_of_another_component():
     assert holders(lambda one: any(metadata.startswith(p) for p in (*one.read, *one.write))) == [
         "VllmWorker",
         "PrefillWorker",
-        "Planner",
     ]
-    assert writers(metadata) == ["VllmWorker", "Planner"]
-    assert writers(names.link_key(NAMESPACE, 0x1A, "e2")) == ["PrefillWorker", "Planner"]
+    assert writers(metadata) == ["VllmWorker"]
+    assert writers(names.link_key(NAMESPACE, 0x1A, "e2")) == ["PrefillWorker"]
     for key in (
         names.planner_wanted_key(NAMESPACE),
         names.planner_leader_key(NAMESPACE),
     ):
         assert writers(key) == ["Planner"]
-    for name in (name for name in ALL if name not in ("Operator", "Planner")):
-        own = [name, *(["Frontend"] if name == "Processor" else []), "Planner"]
+    for name in (name for name in ALL if name != "Operator"):
+        own = [name, *(["Frontend"] if name == "Processor" else [])]
         assert set(writers(names.endpoint_key(NAMESPACE, name, "x", 0x1A))) == set(own)
 
 

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
-    LastChange,
     PrefillLoad,
     RoleSeen,
     Seen,
 )
 from dynamo_lite.planner.policy.limits import bounds, contradictions, refusals
 from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.planner import plan
+from dynamo_lite.planner.policy.planner import begun, plan
 from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
@@ -206,13 +205,43 @@ def test_while_workers_start_none_is_removed():
     assert len(plan(PlannerMemory(), there, LIMITS, 0.0)[1].actions) == 1
 
 
-def test_the_change_of_the_planner_before_counts():
-    role = RoleSeen(counts=RoleCounts(ready=1), changed=LastChange(up=False, age_s=10.0))
+def test_the_change_of_the_planner_before_counts_since_it_is_known():
+    """Whatever the clock of that planner says."""
+    role = RoleSeen(counts=RoleCounts(ready=1), changed=(False, 9e9))
     seen = Seen(roles={P: role}, prefill=prefill_load(3000))
     memory, _ = plan(PlannerMemory(), seen, LIMITS, 0.0)
-    _, proposal = plan(memory, seen, LIMITS, 5.0)
+    memory, proposal = plan(memory, seen, LIMITS, 10.0)
     assert proposal.actions == ()
     assert "no reversal for 50 s" in proposal.roles[P].reason
+    seen = replace(seen, roles={P: replace(role, changed=(False, 1.0))})
+    memory, proposal = plan(memory, seen, LIMITS, 20.0)
+    assert "no reversal for 60 s" in proposal.roles[P].reason
+    seen = replace(seen, roles={P: replace(role, changed=(True, 2.0))})
+    assert plan(memory, seen, LIMITS, 25.0)[1].actions != ()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_start_that_ends_without_a_worker_has_failed(quick: bool):
+    """quick: before the next look, or it was refused."""
+    seen = Seen(roles={P: RoleSeen(counts=RoleCounts(ready=1))}, manual={P: 2})
+    starting = replace(seen, roles={P: RoleSeen(counts=RoleCounts(ready=1, starting=1))})
+    memory, now = PlannerMemory(), 0.0
+    for failures, wait_s in enumerate((0.0, 30.0, 60.0)):
+        now += wait_s
+        if failures:
+            _, waits = plan(memory, seen, LIMITS, now - 0.1)
+            assert waits.actions == ()
+            assert f"{failures} starts have failed" in waits.roles[P].reason
+        memory, proposal = plan(memory, seen, LIMITS, now)
+        memory = begun(memory, proposal.actions[0])
+        if not quick:
+            memory, _ = plan(memory, starting, LIMITS, now)
+        memory, proposal = plan(memory, seen, LIMITS, now)
+        assert proposal.actions == ()
+    there = replace(seen, roles={P: RoleSeen(counts=RoleCounts(ready=2))})
+    memory, _ = plan(memory, starting, LIMITS, now)
+    memory, _ = plan(memory, there, LIMITS, now)
+    assert plan(memory, seen, LIMITS, now)[1].actions != (), "the one that came is gone"
 
 
 def test_a_change_by_another_writer_is_the_new_base():

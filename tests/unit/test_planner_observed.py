@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo_lite.planner.policy.observed import decode_load
+from dynamo_lite.planner.observation import decode_load
 from dynamo_lite.runtime.overview.model import LiveProcess
 
 REMOTE = 2

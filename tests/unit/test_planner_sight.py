@@ -6,18 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_lite.planner import departure
-from dynamo_lite.planner.departure import Departure, worker_of
+from dynamo_lite.cli import drain
+from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.observation import Observation, Observed
+from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.drain import Safe, Unsafe
-from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role, RoleSeen
-from dynamo_lite.planner.roles import LastChanges, roles_seen
-from dynamo_lite.protocol.planner import LeavingWorker, RoleCounts, WantedRecord, WantedWorkers
-from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
+from dynamo_lite.planner.policy.memory import Change
+from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
 from dynamo_lite.runtime.overview.observer import Observer
-from tests.contract.planning import D, P
+from tests.builders import endpoint_record, process_spec
+from tests.contract.planning import D, FakeSupervisor, P
 from tests.twins.servers import MemoryStore
 
 SEEN = Overview(at=0.0, namespace="n", rate_s=1.0, latency_s=1.0, itl=Latency())
@@ -32,14 +34,8 @@ class Graph:
         self.workers: dict[str, LiveProcess] = {}
         self.metrics: dict[str, dict[str, float] | None] = {}
         self.seen = SEEN
-        host: Any = SimpleNamespace(
-            store=MemoryStore(),
-            spec=SimpleNamespace(namespace="n"),
-            certificates=None,
-            drops=lambda what: None,
-            clock=Clock(monotonic=lambda: self.now),
-        )
-        self.observation = Observation(host)
+        observer = Observer(MemoryStore(), "n", lambda what: None, lambda: 0.0, None)
+        self.observation = Observation(observer, lambda: self.now)
 
         async def look(observer: Observer) -> Overview:
             observer.pages = {
@@ -174,45 +170,16 @@ async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
     assert seen.prefill.asked_per_s is seen.prefill.backlog is None
 
 
-def test_the_age_of_a_change_does_not_depend_on_the_clock_of_who_made_it():
-    now = 100.0
-    changes = LastChanges(lambda: now)
-    assert changes.of(P, None) is None
-    ahead = WantedWorkers(count=2, up=True, by="", reason="", at=9e9)
-    changes.of(P, ahead)
-    now = 130.0
-    last = changes.of(P, ahead)
-    assert last is not None and (last.up, last.age_s) == (True, 30.0)
-    last = changes.of(P, WantedWorkers(count=1, up=False, by="", reason="", at=1.0))
-    assert last is not None and (last.up, last.age_s) == (False, 0.0)
-
-
-def look_at(counts: RoleCounts, serving: int = 0, leaving: int = 0, before: int = 0) -> RoleSeen:
-    """Decode workers. serving: foreign ones. before: how many others there were."""
-    workers = [
-        LiveProcess(component=D, instance=0, lease=f"{one:x}", state="ready")
-        for one in range(1, serving + 1)
-    ]
-    observed = Observed(
-        prefill=PrefillLoad(),
-        decode=DecodeLoad(),
-        workers={Role.PREFILL: [], Role.DECODE: workers},
+def planner_of(serving: int = 0) -> Planner:
+    """serving: decode workers of another supervisor."""
+    planner = Planner({}, process_spec("Planner"), FakeSupervisor())
+    found: Any = planner
+    found._records = SimpleNamespace(wanted=WantedRecord(), why_not="")
+    found._connector = SimpleNamespace(owns=lambda worker: False)
+    found._observer = SimpleNamespace(
+        members={i: endpoint_record(i, D) for i in range(1, serving + 1)}
     )
-    left = tuple(LeavingWorker(lease_id=i, host="", status_url="") for i in range(90, 90 + leaving))
-    role = WantedWorkers(count=2, up=False, by="", reason="", leaving=left)
-    record, foreign = WantedRecord(roles={D: role}), range(1, serving + 1)
-    changes = LastChanges(lambda: 0.0)
-    seen = roles_seen(observed, {D: counts}, record, foreign, changes, {Role.DECODE: before})
-    return seen[Role.DECODE]
-
-
-@pytest.mark.parametrize(
-    ("starting", "ready", "left"), [(1, 2, (0, 2)), (0, 3, (0, 2)), (2, 1, (1, 1)), (0, 0, (0, 0))]
-)
-def test_a_pod_that_drains_is_no_start(starting: int, ready: int, left: tuple[int, int]):
-    """Its readiness fails."""
-    counts = look_at(RoleCounts(starting=starting, ready=ready), leaving=1).counts
-    assert ((counts.starting, counts.ready), counts.draining) == (left, 1)
+    return planner
 
 
 @pytest.mark.parametrize(
@@ -223,7 +190,22 @@ def test_own_starts_hide_no_worker_of_another_supervisor(
     starting: int, serving: int, before: int, others: int
 ):
     """One that starts may be a member before its supervisor knows its lease."""
-    assert look_at(RoleCounts(starting=starting), serving, before=before).others == others
+    workers = [
+        LiveProcess(component=D, instance=0, lease=f"{one:x}", state="ready")
+        for one in range(1, serving + 1)
+    ]
+    workers = {Role.PREFILL: [], Role.DECODE: workers}
+    observed = Observed(prefill=PrefillLoad(), decode=DecodeLoad(), workers=workers)
+    planner = planner_of(serving)
+    planner._others = {Role.DECODE: before}
+    seen = planner._seen(observed, {D: RoleCounts(starting=starting)})
+    assert seen.roles[Role.DECODE].others == others
+
+
+def test_no_order_follows_a_pause():
+    change = Change(role=Role.DECODE, by=1, reason="")
+    with pytest.raises(Unavailable, match="paused"):
+        planner_of()._decided(WantedRecord(paused=""), change, 3)
 
 
 async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
@@ -239,18 +221,22 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     async def look(_members: Any, _certificates: Any) -> Any:
         return SimpleNamespace(facts={7: facts}, writers=writers)
 
-    async def listens(_worker: Any) -> bool:
+    async def lives(_worker: Any) -> bool:
         return True
 
-    monkeypatch.setattr(departure, "look", look)
-    monkeypatch.setattr(departure, "listens", listens)
-    worker = LeavingWorker(lease_id=7, host="", status_url="")
-    leaving = Departure(worker_of(D, worker, "n"), lambda: now)
-    assert isinstance(await leaving.look([]), Safe)
+    async def members(_place: Any) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(drain, "look", look)
+    monkeypatch.setattr(drain, "_lives", lives)
+    monkeypatch.setattr(drain, "members", members)
+    monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now))
+    leaving = drain._Watch(Place(etcd_url="", namespace="n"), endpoint_record(7, D), print)
+    assert isinstance(await leaving._look(), Safe)
     facts["in_flight"], now = 1, 20.0
-    assert isinstance(await leaving.look([]), Unsafe)
+    assert isinstance(await leaving._look(), Unsafe)
     # Its ledger was asked before it became idle again: that says nothing.
     facts["in_flight"], now, asked_age_s = 0, 30.0, 5.0
-    assert isinstance(await leaving.look([]), Unsafe)
+    assert isinstance(await leaving._look(), Unsafe)
     now, asked_age_s = 40.0, 5.0
-    assert isinstance(await leaving.look([]), Safe)
+    assert isinstance(await leaving._look(), Safe)

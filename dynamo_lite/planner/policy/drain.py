@@ -3,30 +3,38 @@
 All times are monotonic seconds of the process that asks.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.planner.policy.inputs import Role
+from dynamo_lite.protocol.records import EndpointRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainCandidate:
-    """A worker that may be removed."""
+class WorkerSeen:
+    """A live worker."""
 
-    lease_id: int
+    record: EndpointRecord
+    #: See `compose.state_of`.
+    state: str
     #: Requests of a decode worker, jobs of a prefill worker; None: not known.
     in_flight: int | None
-    #: Whether it can work: it is ready, and its engine is healthy.
-    serves: bool = True
-    #: Seconds since the epoch.
-    started_at: float = 0.0
+
+    @property
+    def lease_id(self) -> int:
+        return self.record.lease_id
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can work: it is ready, and its engine is healthy."""
+        return self.state == "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
     """The worker to remove."""
 
-    lease_id: int
+    record: EndpointRecord
     reason: str
 
 
@@ -38,7 +46,7 @@ class NoVictim:
 
 
 def victim(
-    workers: Sequence[DrainCandidate],
+    workers: Sequence[WorkerSeen],
     *,
     among: Container[int] | None = None,
     force: bool = False,
@@ -50,7 +58,7 @@ def victim(
     """
     ranked = sorted(
         (one for one in workers if among is None or one.lease_id in among),
-        key=lambda one: (*_rank(one), -one.started_at, one.lease_id),
+        key=lambda one: (*_rank(one), -one.record.started_at, one.lease_id),
     )
     if not ranked:
         return NoVictim(reason="there is no worker")
@@ -60,14 +68,14 @@ def victim(
     how = "least busy"
     if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
         how = "youngest of the least busy"
-    return Victim(lease_id=chosen.lease_id, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
+    return Victim(record=chosen.record, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
 
 
-def _rank(one: DrainCandidate) -> tuple[bool, bool, int]:
+def _rank(one: WorkerSeen) -> tuple[bool, bool, int]:
     return one.serves, one.in_flight is None, one.in_flight or 0
 
 
-def _state(one: DrainCandidate) -> str:
+def _state(one: WorkerSeen) -> str:
     if not one.serves:
         return "it cannot work now"
     return "what it runs is not known" if one.in_flight is None else f"{one.in_flight} in flight"
@@ -132,46 +140,34 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> 
     """
     if leaving.ended:
         return Safe(reason="its process has ended")
-    if leaving.listed:
-        return Unsafe(reason="it is still listed: it may get work")
-    if leaving.in_flight is None or leaving.idle_at is None:
-        return _after_ttl(leaving, now, landed_s, "it does not report its running work")
-    if leaving.in_flight:
-        what = "requests" if leaving.role is Role.DECODE else "jobs"
-        return _after_ttl(leaving, now, landed_s, f"{leaving.in_flight} {what} in flight")
-    if leaving.role is Role.DECODE:
-        return _own_ledger(writers.get(leaving.lease_id), leaving.idle_at)
-    return _all_ledgers(leaving, leaving.idle_at, writers, now, landed_s)
-
-
-def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Safe | Unsafe:
-    if said is None or said[1] < idle_at:
-        return Unsafe(reason="its ledger was not reported after it became idle")
-    if said[0]:
-        return Unsafe(reason=f"{len(said[0])} writers may still write into its blocks")
-    return Safe(reason="no request, and no writer")
-
-
-def _all_ledgers(
-    leaving: Leaving, idle_at: float, writers: Writers, now: float, landed_s: float
-) -> Safe | Unsafe:
-    unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
-    if unknown:
-        leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
-        return _after_ttl(
-            leaving, now, landed_s, f"decode workers that do not report their writers: {leases}"
-        )
-    naming = [
-        lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
-    ]
-    if naming:
-        leases = ", ".join(f"{lease:x}" for lease in sorted(naming))
-        return _after_ttl(leaving, now, landed_s, f"attempts that it may write: of {leases}")
-    return Safe(reason="idle, and no decode worker waits for a write of it")
-
-
-def _after_ttl(leaving: Leaving, now: float, landed_s: float, why: str) -> Safe | Unsafe:
+    if not (why := _danger(leaving, writers)):
+        return Safe(reason="it has no work, and no write into or from its memory is awaited")
     gone_at = leaving.unlisted_at
     if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
         return Safe(reason=f"its lease is gone for {landed_s:g} s: none of its writes can land")
     return Unsafe(reason=why)
+
+
+def _danger(leaving: Leaving, writers: Writers) -> str:
+    """What its end could harm; empty if nothing."""
+    idle_at = leaving.idle_at
+    if leaving.listed:
+        return "it is still listed: it may get work"
+    if leaving.in_flight is None or idle_at is None:
+        return "it does not report its running work"
+    decodes = leaving.role is Role.DECODE
+    if leaving.in_flight:
+        return f"{leaving.in_flight} {'requests' if decodes else 'jobs'} in flight"
+    asked = {leaving.lease_id: writers.get(leaving.lease_id)} if decodes else writers
+    said = {lease: each[0] for lease, each in asked.items() if each and each[1] >= idle_at}
+    if unknown := asked.keys() - said.keys():
+        return f"decode workers that have not reported their writers since: {_leases(unknown)}"
+    if decodes:
+        into = said[leaving.lease_id]
+        return f"{len(into)} writers may still write into its blocks" if into else ""
+    naming = [lease for lease, each in said.items() if leaving.lease_id in each]
+    return f"attempts that it may write: of {_leases(naming)}" if naming else ""
+
+
+def _leases(leases: Iterable[int]) -> str:
+    return ", ".join(f"{lease:x}" for lease in sorted(leases))

@@ -10,19 +10,15 @@ from dataclasses import dataclass, field
 from dynamo_lite.protocol.planner import RoleCounts
 
 
-class Role(enum.Enum):
-    """What a worker is for."""
+class Role(enum.StrEnum):
+    """What a worker is for: its component."""
 
-    PREFILL = "prefill"
-    DECODE = "decode"
+    PREFILL = "PrefillWorker"
+    DECODE = "VllmWorker"
 
-
-@dataclass(frozen=True, kw_only=True)
-class LastChange:
-    """The last change of a role's number that a planner has ordered, this one or another."""
-
-    up: bool
-    age_s: float
+    @property
+    def word(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +31,9 @@ class RoleSeen:
     others: int = 0
     #: Age of the youngest serving worker; None: there is none, or its age is not known.
     youngest_s: float | None = None
-    #: Failed starts in a row.
-    failures: int = 0
-    #: None: none is known.
-    changed: LastChange | None = None
+    #: The last change that a planner has ordered, this one or another: whether it was one to more,
+    #: and when, by that planner's clock. None: none is known.
+    changed: tuple[bool, float] | None = None
 
     @property
     def count(self) -> int:
@@ -77,6 +72,13 @@ class PrefillLoad:
     backlog: float | None = None
     #: What one busy prefill worker computes in a second.
     rate: float | None = None
+
+    @property
+    def arriving_per_s(self) -> float | None:
+        """That prefill workers should compute; None: not known."""
+        if self.asked_per_s is None or self.refused_per_s is None:
+            return None
+        return self.asked_per_s + self.refused_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ def occupied(devices: int) -> int:
     return max(devices, 1)
 
 
-def contradictions(limits: PlannerOptions, devices: Mapping[Role, int] | None = None) -> list[str]:
+def contradictions(limits: PlannerOptions, devices: Mapping[str, int] | None = None) -> list[str]:
     """Mistakes that no single option shows, each as a sentence.
 
     devices: of one worker. A role that is not in it, and a worker without a device, counts as one.
     """
     found = [
-        f"{role.value}-min is {least} and {role.value}-max is {most}: the minimum must not be above"
+        f"{role.word}-min is {least} and {role.word}-max is {most}: the minimum must not be above"
         for role, least, most in (
             (Role.PREFILL, limits.prefill_min, limits.prefill_max),
             (Role.DECODE, limits.decode_min, limits.decode_max),
@@ -43,9 +43,9 @@ def contradictions(limits: PlannerOptions, devices: Mapping[Role, int] | None = 
 
 
 def refusals(
-    wanted: Mapping[Role, int],
-    counts: Mapping[Role, int],
-    devices: Mapping[Role, int],
+    wanted: Mapping[str, int],
+    counts: Mapping[str, int],
+    devices: Mapping[str, int],
     limits: PlannerOptions,
 ) -> list[str]:
     """Why an operator cannot have these numbers, each as a sentence.
@@ -54,12 +54,13 @@ def refusals(
     neither.
     """
     found: list[str] = []
-    for role, number in wanted.items():
+    for name, number in wanted.items():
+        role = Role(name)
         least, most = bounds(limits, role)
         if not least <= number <= most:
             found.append(
-                f"{number} {role.value} workers: {role.value}-min is {least}"
-                f" and {role.value}-max is {most}"
+                f"{number} {role.word} workers: {role.word}-min is {least}"
+                f" and {role.word}-max is {most}"
             )
     total = sum(n * occupied(devices.get(r, 0)) for r, n in {**counts, **wanted}.items())
     if not found and total > limits.budget_devices:

@@ -1,11 +1,14 @@
 """What the planner remembers from tick to tick, and what it proposes. Values only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.work import Work
+from dynamo_lite.runtime.backoff import Backoff
+
+_START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
 #: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
 #: to be wanted for a while. settling: workers start or drain.
@@ -61,7 +64,7 @@ class Proposal:
             return f"hold: {self.hold}"
         if self.actions:
             return "; ".join(action.reason for action in self.actions)
-        return "; ".join(f"{role.value}: {plan.reason}" for role, plan in self.roles.items())
+        return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,22 @@ class RoleMemory:
     #: (time, workers needed) of the down window: a later entry is always smaller, so the first one
     #: is the window's maximum.
     needs: tuple[tuple[float, int], ...] = ()
+    #: Since when workers start; None: there are none. How many there are to be in the end.
+    starting_since: float | None = None
+    expected: int = 0
     #: Failed starts in a row, and when the next start may be tried.
     failures: int = 0
     retry_at: float = 0.0
-    #: Since when workers start; None: there are none.
-    starting_since: float | None = None
+    #: The last `RoleSeen.changed`, and when it was seen first: the clocks of two hosts differ.
+    changed: tuple[bool, float] | None = None
+    changed_at: float = 0.0
+
+    def failed(self, now: float) -> "RoleMemory":
+        """With one more failed start."""
+        delay_s = _START_BACKOFF.after_exit(self.failures, 0.0).delay_s
+        return replace(
+            self, starting_since=None, failures=self.failures + 1, retry_at=now + delay_s
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

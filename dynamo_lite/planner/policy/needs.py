@@ -55,7 +55,6 @@ def prefill_need(
     count: int,
     rate: float | None,
     work: Work,
-    start_s: float,
 ) -> Need:
     """While the arrivals are known: `max(tokens/s / (share * rate), b + 0.5 sqrt(b))`, b: busy
     workers. tokens/s contains what `_late` leaves of the backlog. While they are not known:
@@ -64,9 +63,9 @@ def prefill_need(
     count: prefill workers now. rate: tokens per second of one busy worker; None: never measured.
     work: what requests need.
     """
-    asked, refused, backlog = load.asked_per_s, load.refused_per_s, load.backlog
-    known = asked is not None and refused is not None and backlog is not None
-    arriving = (asked or 0.0) + (refused or 0.0)
+    start_s, backlog = limits.start_s, load.backlog
+    known = load.arriving_per_s is not None and backlog is not None
+    arriving = (load.asked_per_s or 0.0) + (load.refused_per_s or 0.0)
     each, spare, doubt = work.prefill_tokens.value, 0.0, 0.0
     if work.per_s is not None and each is not None:
         arriving, spare = work.per_s * each * work.growth(start_s), _SPARE
@@ -79,7 +78,7 @@ def prefill_need(
     if not demand:
         return Need(0, 0, "no long prompts") if known else Need(None, None, "load unknown")
     if not rate:
-        if refused:
+        if load.refused_per_s:
             return Need(count + 1, None, "prompts find no room, and no rate is measured yet")
         return Need(None, None, "no rate of a prefill worker is measured yet")
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
@@ -104,22 +103,13 @@ def _late(waiting: float, spare_per_s: float, start_s: float) -> float:
     return max(left, 0.0) / max(start_s, _SHORTEST_QUEUE_S)
 
 
-def prefill_arrivals(load: PrefillLoad) -> float | None:
-    """Tokens per second that prefill workers should compute; None if that is not known."""
-    if load.asked_per_s is None or load.refused_per_s is None:
-        return None
-    return load.asked_per_s + load.refused_per_s
-
-
-def decode_need(
-    load: DecodeLoad, limits: PlannerOptions, *, count: int, work: Work, start_s: float
-) -> Need:
+def decode_need(load: DecodeLoad, limits: PlannerOptions, *, count: int, work: Work) -> Need:
     """The most that tokens and running requests need; while the tokens of the arrivals are not
     known, the most that KV blocks, and requests that run or wait, need.
 
     count: decode workers now. work: what requests need.
     """
-    if rate := _rate_need(load, limits, work, count, start_s):
+    if rate := _rate_need(load, limits, work, count):
         return _most([rate, _sequence_need(load, limits, load.running)])
     requests = load.running
     if requests is not None:
@@ -127,9 +117,7 @@ def decode_need(
     return _most([_kv_need(load, limits), _sequence_need(load, limits, requests)])
 
 
-def _rate_need(
-    load: DecodeLoad, limits: PlannerOptions, work: Work, count: int, start_s: float
-) -> Need | None:
+def _rate_need(load: DecodeLoad, limits: PlannerOptions, work: Work, count: int) -> Need | None:
     """`N = ceil(tokens/s / (share * tokens/s of one worker))`, with the requests that wait; None:
     not known."""
     each = work.output_tokens.value
@@ -137,6 +125,7 @@ def _rate_need(
     queued = load.queued
     if work.per_s is None or each is None or one is None or queued is None:
         return None
+    start_s = limits.start_s
     arriving = work.per_s * work.growth(start_s)
     demand = (arriving + _late(queued, count * one / each - arriving, start_s)) * each
     share = limits.decode_up_share * one

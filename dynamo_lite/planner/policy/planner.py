@@ -27,11 +27,10 @@ from dynamo_lite.planner.policy.memory import (
     RoleMemory,
     RolePlan,
 )
-from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_arrivals, prefill_need
+from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
 from dynamo_lite.planner.policy.step import RoleStep, RoleWish
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.runtime.backoff import Backoff
 
 #: Without a tick for this many tick times the load counts as unknown in between.
 _MISSED_TICKS = 3
@@ -41,7 +40,6 @@ _BUSY_S = 1.0
 _BELIEVES, _FORGETS = 0.1, 0.005
 #: Workers that are younger than this and than half the time of a start teach nothing.
 _YOUNG_S = 30.0
-_START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
 
 def plan(
@@ -53,26 +51,19 @@ def plan(
         forgotten = {role: _without_window(memory.role(role)) for role in memory.roles}
         return replace(memory, at=now, roles=forgotten), Proposal(hold=held)
     memory = _learnt(memory, seen, limits, now)
-    needs = _needs(memory, seen, limits)
-    memories: dict[Role, RoleMemory] = {}
-    wishes: dict[Role, RoleWish] = {}
-    plans: dict[Role, RolePlan] = {}
     steps: dict[Role, RoleStep] = {}
     for role in (role for role in Role if role in seen.roles):
-        one = seen.roles[role]
-        remembered = _noted(memory.role(role), one, needs[role], limits, now)
-        wanted = seen.manual.get(role)
-        step = steps[role] = RoleStep(role, remembered, one, needs[role], limits, now)
-        memories[role], wishes[role], plans[role] = (
-            step.demand() if wanted is None else step.manual(wanted)
-        )
-    actions, plans = _within_budget(seen, steps, wishes, plans, limits)
-    if seen.hold:
-        plans = {role: replace(each, state="hold") for role, each in plans.items()}
-        proposal = Proposal(held=actions, hold=seen.hold, roles=plans)
-    else:
-        proposal = Proposal(actions=actions, roles=plans)
-    return replace(memory, at=now, roles=memories), proposal
+        one, need = seen.roles[role], _need(role, memory, seen, limits)
+        noted = _noted(memory.role(role), one, need, limits, now)
+        steps[role] = RoleStep(role, noted, one, need, limits, now)
+    wishes = {role: step.wish(seen.manual.get(role)) for role, step in steps.items()}
+    memories = {role: step.memory for role, step in steps.items()}
+    actions, plans = _within_budget(seen, wishes, limits)
+    memory = replace(memory, at=now, roles=memories)
+    if not seen.hold:
+        return memory, Proposal(actions=actions, roles=plans)
+    plans = {role: replace(each, state="hold") for role, each in plans.items()}
+    return memory, Proposal(held=actions, hold=seen.hold, roles=plans)
 
 
 def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
@@ -109,7 +100,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     work = work.arrived(admitted, queued, now).served(
         admitted,
         tokens_per_s=load.tokens_per_s,
-        prefill_per_s=prefill_arrivals(seen.prefill),
+        prefill_per_s=seen.prefill.arriving_per_s,
     )
     running, used = load.running, load.kv_used
     if running and used is not None:
@@ -120,26 +111,17 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     return work
 
 
-def _is_old(role: RoleSeen | None, limits: PlannerOptions) -> bool:
+def _is_old(role: RoleSeen, limits: PlannerOptions) -> bool:
     """Whether the workers are old enough that their rates mean something: caches of younger ones
     are cold, and their kernels compile."""
-    if role is None or role.youngest_s is None:
-        return role is not None
-    return role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
+    return role.youngest_s is None or role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
-def _needs(memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> dict[Role, Need]:
-    needs: dict[Role, Need] = {}
-    work, start_s, rate = memory.work, limits.start_s, memory.prefill_rate
-    for role, one in seen.roles.items():
-        if role is Role.DECODE:
-            need = decode_need(seen.decode, limits, count=one.count, work=work, start_s=start_s)
-        else:
-            need = prefill_need(
-                seen.prefill, limits, count=one.count, rate=rate, work=work, start_s=start_s
-            )
-        needs[role] = need
-    return needs
+def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Need:
+    count, work = seen.roles[role].count, memory.work
+    if role is Role.DECODE:
+        return decode_need(seen.decode, limits, count=count, work=work)
+    return prefill_need(seen.prefill, limits, count=count, rate=memory.prefill_rate, work=work)
 
 
 def _without_window(memory: RoleMemory) -> RoleMemory:
@@ -163,59 +145,51 @@ def _noted(
         )
         since = now if memory.known_since is None else memory.known_since
         memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
-    retry_at = memory.retry_at
-    if seen.failures > memory.failures:
-        retry_at = now + _START_BACKOFF.after_exit(seen.failures - 1, 0.0).delay_s
-    since = None
+    if seen.changed != memory.changed:
+        memory = replace(memory, changed=seen.changed, changed_at=now)
+    return replace(_started(memory, seen, now), count=seen.count)
+
+
+def _started(memory: RoleMemory, seen: RoleSeen, now: float) -> RoleMemory:
+    """With what has become of starts. Those have failed without which there are too few."""
     if seen.counts.starting:
         since = now if memory.starting_since is None else memory.starting_since
-    return replace(
-        memory,
-        starting_since=since,
-        count=seen.count,
-        failures=seen.failures,
-        retry_at=retry_at if seen.failures else 0.0,
-    )
+        return replace(memory, starting_since=since, expected=max(memory.expected, seen.count))
+    if memory.starting_since is None:
+        return replace(memory, expected=0)
+    if seen.count < memory.expected:
+        return replace(memory.failed(now), expected=0)
+    return replace(memory, starting_since=None, expected=0, failures=0, retry_at=0.0)
 
 
 def _within_budget(
-    seen: Seen,
-    steps: Mapping[Role, RoleStep],
-    wishes: Mapping[Role, RoleWish],
-    plans: dict[Role, RolePlan],
-    limits: PlannerOptions,
+    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
 ) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
     """The changes that the budget allows: fewer workers, then more."""
     first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
     granted = _granted(seen, wishes, limits)
-    plans = dict(plans)
+    plans = {role: wish.plan for role, wish in wishes.items()}
     last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
             last.append(Change(role=role, by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
-            if (removal := _makes_room(role, seen, steps, wishes)) is not None:
+            if (removal := _makes_room(role, seen, wishes)) is not None:
                 first += [] if removal in first else [removal]
-                said = f"a {removal.role.value} worker is removed for it; "
+                said = f"a {removal.role.word} worker is removed for it; "
             reason = f"no device is free within the budget; {said}{plans[role].reason}"
             plans[role] = replace(plans[role], reason=reason)
     return (*first, *last), plans
 
 
-def _makes_room(
-    role: Role, seen: Seen, steps: Mapping[Role, RoleStep], wishes: Mapping[Role, RoleWish]
-) -> Change | None:
+def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RoleWish]) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
     borne. Where a worker drains, its device becomes free without another one's removal."""
+    drains = any(one.counts.draining for one in seen.roles.values())
     for other, wish in wishes.items():
-        if other is role or wish.add:
-            continue
-        if wish.fewer is not None:
-            return wish.fewer
-        drains = any(one.counts.draining for one in seen.roles.values())
-        if wish.gives and not seen.manual and not drains:
-            return steps[other].removal_for(role)
+        if other is not role and not wish.add:
+            return wish.fewer or (None if seen.manual or drains else wish.gives)
     return None
 
 
@@ -241,7 +215,13 @@ def _granted(
 
 
 def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
-    """With a change of the last proposal that was really begun; call it for each of them."""
-    one = memory.role(change.role)
-    changed = replace(one, count=(one.count or 0) + change.by, up_ticks=0)
-    return replace(memory, roles={**memory.roles, change.role: changed})
+    """With a change of the last proposal that was really begun; call it for each of them. A start
+    that was refused counts as begun: it fails."""
+    one, now = memory.role(change.role), memory.at or 0.0
+    count = (one.count or 0) + change.by
+    one = replace(one, count=count, up_ticks=0)
+    if change.withdraws:
+        one = replace(one.failed(now), expected=0)
+    elif change.by > 0:
+        one = replace(one, starting_since=now, expected=count)
+    return replace(memory, roles={**memory.roles, change.role: one})

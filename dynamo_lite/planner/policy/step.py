@@ -19,11 +19,12 @@ _UP_STEP, _FREE_STEP = 0.5, 4
 class RoleWish:
     """What one role wants, before the budget."""
 
+    plan: RolePlan
     #: Workers to add.
     add: int = 0
     fewer: Change | None = None
-    #: It has passed its down check for the cooldown, so one may be removed for the other role.
-    gives: bool = False
+    #: The removal that would make room for the other role; None: it cannot be borne.
+    gives: Change | None = None
 
 
 class RoleStep:
@@ -38,146 +39,133 @@ class RoleStep:
         limits: PlannerOptions,
         now: float,
     ):
-        self._role, self._memory, self._seen, self._need = role, memory, seen, need
+        self._role, self._seen, self._need = role, seen, need
         self._limits, self._now = limits, now
         self._least, self._most = bounds(limits, role)
+        #: After `wish` with this tick.
+        self.memory = memory
 
-    def manual(self, wanted: int) -> tuple[RoleMemory, RoleWish, RolePlan]:
-        """Towards the number that an operator has set, regardless of the load."""
-        count, wanted = self._seen.count, min(max(wanted, self._least), self._most)
-        memory = replace(self._memory, up_ticks=0)
-        reason = f"an operator has set {wanted}"
-        if under_way := self._under_way(wanted, more=wanted > count):
-            return memory, *under_way
-        if wanted == count:
-            return memory, RoleWish(), self._plan("observe", wanted, reason)
-        wish = RoleWish()
-        if wanted < count:
-            removal, reason = self._removal(reason)
-            wish = RoleWish(fewer=removal)
-        elif wait := self._until_retry():
-            reason = f"{reason}; {wait}"
-        else:
-            wish = RoleWish(add=wanted - count)
-        return memory, wish, self._plan("pending", wanted, reason)
-
-    def demand(self) -> tuple[RoleMemory, RoleWish, RolePlan]:
-        """Towards what the load needs."""
-        seen, need = self._seen, self._need
-        wanted = need.wanted(seen.count)
+    def wish(self, manual: int | None) -> RoleWish:
+        """manual: the number that an operator has set, regardless of the load."""
+        count = self._seen.count
+        wanted = self._need.wanted(count) if manual is None else manual
         wanted = None if wanted is None else min(max(wanted, self._least), self._most)
-        goal = max(self._least if wanted is None else wanted, self._least)
-        below = seen.count < self._least
-        memory = self._memory
-        if goal > seen.count:
-            memory = replace(memory, up_ticks=memory.up_ticks + 1)
+        goal = self._least if wanted is None else wanted
+        ticks = self.memory.up_ticks + 1 if goal > count and manual is None else 0
+        self.memory = replace(self.memory, up_ticks=ticks)
+        if under_way := self._under_way(wanted, more=goal > count):
+            return under_way
+        if goal > count:
+            return self._up(goal, manual)
+        if manual is None:
+            return self._down(wanted)
+        reason = f"an operator has set {goal}"
+        if goal < count:
+            return self._fewer(goal, reason)
+        return RoleWish(self._plan("observe", goal, reason))
+
+    def _up(self, goal: int, manual: int | None) -> RoleWish:
+        count = self._seen.count
+        missing = goal - count
+        add = min(missing, max(_FREE_STEP, math.ceil(count * _UP_STEP)))
+        reason, wait = f"{missing} more: {self._need.reason}", ""
+        if manual is not None:
+            add, reason = missing, f"an operator has set {goal}"
+        elif count < self._least:
+            add = min(self._least - count, add)
+            reason = f"fewer than the minimum, {self._least}"
+        elif self.memory.up_ticks < UP_TICKS:
+            wait = "needed once so far"
         else:
-            memory = replace(memory, up_ticks=0)
-        if under_way := self._under_way(wanted, more=goal > seen.count):
-            return memory, *under_way
-        if goal > seen.count:
-            return memory, *self._up(memory, goal, below)
-        return memory, *self._down(memory, wanted)
+            wait = self._until_reversal(up=True)
+        if wait := self._until_retry() or wait:
+            return RoleWish(self._plan("pending", goal, f"{reason}; {wait}"))
+        return RoleWish(self._plan("pending", goal, reason), add=add)
 
-    def _up(self, memory: RoleMemory, goal: int, below: bool) -> tuple[RoleWish, RolePlan]:
-        seen = self._seen
-        missing = goal - seen.count
-        reason = f"{missing} more: {self._need.reason}"
-        if below:
-            missing, reason = self._least - seen.count, f"fewer than the minimum, {self._least}"
-        if wait := self._until_retry():
-            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
-        if not below and memory.up_ticks < UP_TICKS:
-            return RoleWish(), self._plan("pending", goal, f"{reason}; needed once so far")
-        if not below and (wait := self._until_reversal(up=True)):
-            return RoleWish(), self._plan("pending", goal, f"{reason}; {wait}")
-        step = max(_FREE_STEP, math.ceil(seen.count * _UP_STEP))
-        return RoleWish(add=min(missing, step)), self._plan("pending", goal, reason)
-
-    def _down(self, memory: RoleMemory, wanted: int | None) -> tuple[RoleWish, RolePlan]:
+    def _down(self, wanted: int | None) -> RoleWish:
         """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
-        seen, limits, now = self._seen, self._limits, self._now
-        reason = self._need.reason
-        if seen.count > self._most:
-            removal, why = self._removal(f"more than the maximum, {self._most}")
-            return RoleWish(fewer=removal), self._plan("pending", self._most, why)
+        count, memory, reason = self._seen.count, self.memory, self._need.reason
+        if count > self._most:
+            return self._fewer(self._most, f"more than the maximum, {self._most}")
         if memory.known_since is None or not memory.needs:
-            state: PlanState = "hold" if self._need.up is None else "observe"
-            return RoleWish(), self._plan(state, wanted, reason)
+            return RoleWish(
+                self._plan("hold" if self._need.up is None else "observe", wanted, reason)
+            )
         floor = max(memory.needs[0][1], self._least)
-        if floor >= seen.count:
-            gives = self._gives(memory)
-            return RoleWish(gives=gives), self._plan("observe", wanted, reason)
-        since = now - memory.known_since
-        if since < limits.down_window_s:
-            wait = f"{floor} were enough for {since:.0f} of {limits.down_window_s:.0f} s"
-            gives = self._gives(memory)
-            return RoleWish(gives=gives), self._plan("pending", wanted, f"{reason}; {wait}")
+        if floor >= count:
+            return RoleWish(self._plan("observe", wanted, reason), gives=self._gives())
+        since, window_s = self._now - memory.known_since, self._limits.down_window_s
+        if since < window_s:
+            wait = f"{floor} were enough for {since:.0f} of {window_s:.0f} s"
+            plan = self._plan("pending", wanted, f"{reason}; {wait}")
+            return RoleWish(plan, gives=self._gives())
         if wait := self._until_reversal(up=False):
-            return RoleWish(), self._plan("pending", wanted, f"{reason}; {wait}")
-        removal, why = self._removal(f"{floor} are enough: {reason}")
-        return RoleWish(fewer=removal, gives=True), self._plan("pending", wanted, why)
+            return RoleWish(self._plan("pending", wanted, f"{reason}; {wait}"))
+        return self._fewer(wanted, f"{floor} are enough: {reason}")
 
-    def _gives(self, memory: RoleMemory) -> bool:
-        """Whether one worker less was enough for the cooldown, though not for the down window."""
-        since = self._now - self._limits.cooldown_s
+    def _gives(self) -> Change | None:
+        """If one worker less was enough for the cooldown, though not for the down window."""
+        memory, since = self.memory, self._now - self._limits.cooldown_s
         if memory.known_since is None or memory.known_since > since or self._seen.under_way:
-            return False
+            return None
         lately = max((number for at, number in memory.needs if at >= since), default=None)
         if lately is None or max(lately, self._least) >= self._seen.count:
-            return False
-        return not self._until_reversal(up=False)
+            return None
+        if self._until_reversal(up=False):
+            return None
+        other = Role.PREFILL if self._role is Role.DECODE else Role.DECODE
+        return self._fewer(None, f"makes room for a {other.word} worker").fewer
 
-    def removal_for(self, other: Role) -> Change | None:
-        return self._removal(f"makes room for a {other.value} worker")[0]
-
-    def _removal(self, reason: str) -> tuple[Change | None, str]:
-        """The removal of one worker, if one may be removed; and the reason for what is done."""
-        seen = self._seen
+    def _fewer(self, wanted: int | None, reason: str) -> RoleWish:
+        """One worker less, if one may be removed."""
+        seen, stays = self._seen, ""
         if seen.count - 1 < self._least:
-            return None, f"{reason}; the minimum is reached"
-        if seen.counts.starting:
-            return None, f"{reason}; a start is under way"
-        if seen.counts.draining:
-            return None, f"{reason}; a worker drains"
-        if seen.counts.ready < 1 or seen.serving < 2:
-            return None, f"{reason}; the last one that serves stays"
-        return Change(role=self._role, by=-1, reason=reason), reason
+            stays = "the minimum is reached"
+        elif seen.counts.starting:
+            stays = "a start is under way"
+        elif seen.counts.draining:
+            stays = "a worker drains"
+        elif seen.counts.ready < 1 or seen.serving < 2:
+            stays = "the last one that serves stays"
+        if stays:
+            return RoleWish(self._plan("pending", wanted, f"{reason}; {stays}"))
+        change = Change(role=self._role, by=-1, reason=reason)
+        return RoleWish(self._plan("pending", wanted, reason), fewer=change)
 
-    def _under_way(self, wanted: int | None, *, more: bool) -> tuple[RoleWish, RolePlan] | None:
+    def _under_way(self, wanted: int | None, *, more: bool) -> RoleWish | None:
         """What has to end first; None: nothing. Starts that are too slow are withdrawn.
 
         more: whether workers are missing.
         """
-        counts, since = self._seen.counts, self._memory.starting_since
+        counts, since = self._seen.counts, self.memory.starting_since
         if not counts.starting:
             if not more or not counts.draining:
                 return None
-            return RoleWish(), self._plan("settling", wanted, "a removal is under way")
+            return RoleWish(self._plan("settling", wanted, "a removal is under way"))
         waited_s = 0.0 if since is None else self._now - since
         plan = self._plan("settling", wanted, f"a start is under way for {waited_s:.0f} s")
         if waited_s <= self._limits.start_timeout_s:
-            return RoleWish(), plan
+            return RoleWish(plan)
         reason = f"not ready after {waited_s:.0f} s"
         late = Change(role=self._role, by=-counts.starting, reason=reason, withdraws=True)
-        return RoleWish(fewer=late), plan
+        return RoleWish(plan, fewer=late)
 
     def _until_retry(self) -> str:
         """Why no worker may be started now; empty if one may."""
-        rest = self._memory.retry_at - self._now
+        rest = self.memory.retry_at - self._now
         if rest <= 0:
             return ""
-        return f"{self._memory.failures} starts have failed, the next one in {rest:.0f} s"
+        return f"{self.memory.failures} starts have failed, the next one in {rest:.0f} s"
 
     def _until_reversal(self, *, up: bool) -> str:
         """Why a change in this direction has to wait for the last one; empty if it has not."""
-        last = self._seen.changed
-        if last is None or last.up is up:
+        changed, limits = self.memory.changed, self._limits
+        if changed is None or changed[0] is up:
             return ""
-        rest = max(self._limits.cooldown_s, self._limits.start_s) - last.age_s
+        rest = self.memory.changed_at + max(limits.cooldown_s, limits.start_s) - self._now
         if rest <= 0:
             return ""
-        return f"the last change was {'up' if last.up else 'down'}: no reversal for {rest:.0f} s"
+        return f"the last change was {'down' if up else 'up'}: no reversal for {rest:.0f} s"
 
     def _plan(self, state: PlanState, wanted: int | None, reason: str) -> RolePlan:
         return RolePlan(state=state, count=self._seen.count, wanted=wanted, reason=reason)
