@@ -221,7 +221,7 @@ async def test_without_the_broker_only_the_first_requests_wait_for_a_router(
             await nats_server.restart()
         else:
             nats_server.thaw()
-        await messaging.wait_connected(10)
+        await eventually(lambda: messaging.connected, 10)
         placed = router.health()["requests"]
 
         async def placed_again() -> bool:

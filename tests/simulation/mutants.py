@@ -3,6 +3,7 @@ workers, then prefill workers and clients of NATS, etcd and workers. They show t
 can fail, and run nowhere else.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -303,7 +304,9 @@ def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransp
         submit = client.submit
 
         async def submit_connected(member: EndpointRecord, request: GenerateRequest) -> None:
-            await messaging.wait_connected(30.0)
+            async with asyncio.timeout(30.0):
+                while not messaging.connected:
+                    await asyncio.sleep(0.1)
             await submit(member, request)
 
         client.submit = submit_connected

@@ -19,8 +19,9 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StoreUnavailable,
 )
-from dynamo_lite.runtime.messaging import ConnectionWatch, Dispatcher, Handler, OnConnection
-from dynamo_lite.runtime.retry import START_WAIT_S
+from dynamo_lite.runtime.listeners import Listeners
+from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection
+from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -277,7 +278,7 @@ class MemoryMessaging:
 
     def __init__(self) -> None:
         self.connected = True
-        self._watch = ConnectionWatch()
+        self._listeners = Listeners[[bool]]("the connection")
         self._served: dict[str, list[Dispatcher]] = {}
 
     async def __aenter__(self) -> Self:
@@ -290,14 +291,10 @@ class MemoryMessaging:
         """False: calls raise BrokerUnavailable and replies are lost."""
         changed, self.connected = connected != self.connected, connected
         if changed:
-            self._watch.tell(connected)
+            self._listeners.notify(connected)
 
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
-        return self._watch.watch(callback)
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        await self._watch.wait(lambda: self.connected, timeout_s)
-        self._check_connected()
+        return self._listeners.add(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         self._check(subject, payload)
@@ -325,7 +322,7 @@ class MemoryMessaging:
 
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        await self.wait_connected(START_WAIT_S)
+        await retry_while_unavailable(self._await_connected)
         dispatcher = Dispatcher(subject, handler)
         self._served.setdefault(subject, []).append(dispatcher)
         try:
@@ -338,6 +335,9 @@ class MemoryMessaging:
             if not self._served[subject]:
                 del self._served[subject]
             await dispatcher.join()
+
+    async def _await_connected(self) -> None:
+        self._check_connected()
 
     def _check_connected(self) -> None:
         if not self.connected:
