@@ -254,25 +254,25 @@ class _DeliversTwice(JetStreamQueue):
 
 
 class _LateResume(EtcdStore):
-    """A watch that resumes after an outage starts one revision too late."""
+    """A watch that resumes after an outage does not list what it has missed."""
 
     @contextlib.asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
         async with super().watch(prefix) as watch:
-            history_holds, request = watch._history_holds, watch._request
-            resumes = False
+            list_prefix, events = watch._list, watch._events
 
-            async def note_history_holds() -> bool:
-                nonlocal resumes
-                resumes = await history_holds()
-                return resumes
+            async def list_and_keep_quiet() -> int:
+                watch._events = asyncio.Queue()
+                try:
+                    return await list_prefix()
+                finally:
+                    watch._events = events
 
-            def late_request() -> Any:
-                made = request()
-                made.create_request.start_revision += resumes
-                return made
+            async def list_once() -> int:
+                watch._list = list_and_keep_quiet
+                return await list_prefix()
 
-            watch._history_holds, watch._request = note_history_holds, late_request
+            watch._list = list_once
             yield watch
 
 

@@ -86,7 +86,6 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self.told = False
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
 
     def __aiter__(self) -> "MemoryWatch":
@@ -101,7 +100,6 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def tell(self, event: WatchEvent | None) -> None:
         """None ends the iteration."""
-        self.told = True
         self._events.put_nowait(event)
 
 
@@ -121,7 +119,6 @@ class MemoryStore:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self.now = clock
         self.available = True
-        self._lost_data = False  # since the last resync of the watches
         self._entries: dict[str, _Entry] = {}
         self._leases: dict[int, MemoryLease] = {}
         self._watches: set[MemoryWatch] = set()
@@ -144,7 +141,6 @@ class MemoryStore:
         """Forgets all keys and leases, as an etcd that is started again without its data."""
         self._entries.clear()
         self._leases.clear()
-        self._lost_data = True
         if self.available:
             self._resync()
 
@@ -246,10 +242,8 @@ class MemoryStore:
         return held
 
     def _resync(self) -> None:
-        lost_data, self._lost_data = self._lost_data, False
         for watch in self._watches:
-            entries = self._matching(watch.prefix)
-            watch.tell(Snapshot(entries, lost_data and watch.told))
+            watch.tell(Snapshot(self._matching(watch.prefix)))
 
     def _matching(self, prefix: str) -> dict[str, bytes]:
         keys = sorted(key for key in self._entries if key.startswith(prefix))
