@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.testclient import TestClient
 
-from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
+from dynamo_lite.runtime.process.readiness import liveness, readiness
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
@@ -125,7 +126,7 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"app"})
 
-    client = TestClient(Probed(app, Probes(lambda: answers["live"], lambda: answers["ready"])))
+    client = TestClient(Probed(app, {f"/{name}": partial(answers.get, name) for name in answers}))
     assert client.get("/live").status_code == 200
     unready = client.get("/ready")
     assert (unready.status_code, unready.json()) == (503, answers["ready"])

@@ -127,7 +127,7 @@ class Host:
         #: Of this component; None: it has none.
         self.certificates = certificates
         self.status_url = ""
-        self.probes: Probes | None = None
+        self.probes: Probes = {}
         self._report = report
         self._stop = stop
         self._endpoints: list[str] = []

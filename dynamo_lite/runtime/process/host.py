@@ -159,7 +159,10 @@ class _Process:
             tracer=tracer,
             certificates=self._certificates(),
         )
-        self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
+        self.host.probes = probes = {
+            "/live": lambda: liveness(self._facts()),
+            "/ready": self._ready_for_work,
+        }
         add_gauges(registry, self._spec, lease, messaging)
         if self._spec.nats_url:
             stack.enter_context(_count_reconnects(registry, messaging))
