@@ -80,7 +80,7 @@ class Dispatcher:
         self._handler = handler
         self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(MAX_HANDLERS)
-        self._tasks = OwnedTasks(on_end=self._slots.release)
+        self._tasks = OwnedTasks()
         self._cancelled = False
         self._log_limit = LogLimit()
 
@@ -90,11 +90,9 @@ class Dispatcher:
     async def submit(self, payload: bytes, reply: SendReply | None) -> None:
         """Starts the handler on `payload`; waits while as many run as may."""
         await self._slots.acquire()
-        self._tasks.start(
-            self._run(payload, reply),
-            name=f"handle {self._subject}",
-            context=self._context.copy(),
-        )
+        name, context = f"handle {self._subject}", self._context.copy()
+        task = self._tasks.start(self._run(payload, reply), name=name, context=context)
+        task.add_done_callback(lambda _: self._slots.release())
 
     async def join(self) -> None:
         """Waits for the running handlers. If the wait is cancelled, so are they."""

@@ -19,7 +19,7 @@ from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from tests.builders import endpoint_record, eventually, register
+from tests.builders import endpoint_record, eventually, members_when, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
@@ -66,11 +66,11 @@ class Graph:
 
     async def join(self, lease_id: int) -> None:
         await register(self.store, endpoint_record(lease_id, "Worker", namespace=self.namespace))
-        await self.roster.wait(lambda ms: any(m.lease_id == lease_id for m in ms), 5)
+        await members_when(self.roster, lambda ms: any(m.lease_id == lease_id for m in ms), 5)
 
     async def leave(self, lease_id: int) -> None:
         await self.store.delete(endpoint_key(self.namespace, "Worker", "generate", lease_id))
-        await self.roster.wait(lambda ms: all(m.lease_id != lease_id for m in ms), 5)
+        await members_when(self.roster, lambda ms: all(m.lease_id != lease_id for m in ms), 5)
 
     def worker(
         self, lease_id: int, verdict: Callable[[], tuple[bool, str]] = lambda: (True, "")

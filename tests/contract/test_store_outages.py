@@ -15,7 +15,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
-from tests.builders import endpoint_record, eventually, register
+from tests.builders import endpoint_record, eventually, members_when, register
 from tests.servers import PrivateServer, private_server
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 from tests.twins.servers import MemoryStore
@@ -134,7 +134,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nothing(
         for member in members:
             await member.open(stack)
         for member in members:
-            await member.roster.wait(lambda found: len(found) == 4, 5)
+            await members_when(member.roster, lambda found: len(found) == 4, 5)
             member.roster.on_change(lambda joined, gone: left.append(gone))
         watcher = await stack.enter_async_context(EtcdStore(etcd_server.url))
         events = await stack.enter_async_context(watcher.watch("n/"))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
@@ -56,7 +56,6 @@ class Roster:
         self._members: Members = ()
         self._by_lease: dict[int, EndpointRecord] = {}
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
-        self._changed = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -78,17 +77,6 @@ class Roster:
         """Calls `callback` in the event loop after each join or leave, with `members` updated,
         until the returned context is left."""
         return self._listeners.add(callback)
-
-    async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
-        """Returns the members once `accept(members)`. Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not accept(self._members):
-                    changed = self._changed
-                    await changed.wait()
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"members of {self._prefix}", timeout_s) from exc
-        return self._members
 
     async def __aenter__(self) -> Self:
         """Raises StoreUnavailable when the first listing does not come in time."""
@@ -175,8 +163,6 @@ class Roster:
         self._members = members
         # A process may have several keys: `get` returns its first record.
         self._by_lease = by_lease = {member.lease_id: member for member in reversed(members)}
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
         after = by_lease.keys()
         joined, left = frozenset(after - before), frozenset(before - after)
         if joined or left:
