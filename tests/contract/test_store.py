@@ -184,27 +184,6 @@ async def test_a_watch_goes_on_after_kill_9(etcd_server) -> None:
                     shown[key] = value
 
 
-async def test_compaction_during_an_outage_resyncs_the_watch(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        await store.put("n/a", b"1")
-        assert await take(events) == Put("n/a", b"1")
-        await etcd_server.kill()
-        await etcd_server.restart()
-        async with EtcdStore(etcd_server.url) as other:
-            # The watch may be back already: then it tells the puts instead.
-            for i in range(10):
-                await other.put("n/a", str(i).encode())
-            client = other._client
-            await client.compact((await client.get(b"n/a")).mod_revision, physical=True)
-        last = await take(events)
-        while last not in (Snapshot({"n/a": b"9"}), Put("n/a", b"9")):
-            last = await take(events)
-        await put_when_back(store, "n/b", b"1")
-        while last not in (Snapshot({"n/a": b"9", "n/b": b"1"}), Put("n/b", b"1")):
-            last = await take(events)
-
-
 async def test_a_lease_expires_by_the_local_clock(
     etcd_server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

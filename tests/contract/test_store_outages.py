@@ -254,15 +254,6 @@ async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: Privat
         assert await lease.verify() is None
 
 
-async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server: PrivateServer) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        await store.put("n/ghost", b"x")
-        assert await take(events) == Put("n/ghost", b"x")
-        await wipe(etcd_server, others_write=20)
-        assert await take(events) == Snapshot({})
-
-
 async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:
     async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
         await wipe(etcd_server, others_write=20)

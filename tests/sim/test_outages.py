@@ -17,7 +17,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.store import LeaseLoss, Put, Snapshot
+from dynamo_lite.runtime.store import LeaseLoss, Snapshot
 from tests.builders import eventually
 from tests.sim.servers import SimEtcd, SimNats
 from tests.simulation.loop.loop import VirtualLoop
@@ -246,16 +246,3 @@ async def test_a_lease_without_its_keys_is_not_taken_for_revoked_by_a_store_that
         await store.put("n/own", b"1", lease=lease)
         assert cluster.etcd.server.revoke(lease.id)
         assert await lease.lost() is LeaseLoss.REVOKED
-
-
-async def test_a_wiped_store_that_repeats_a_revision_with_another_value_is_noticed(
-    cluster: Cluster, store: EtcdStore
-):
-    """As when two planners want to lead: both put the same key first."""
-    async with store.watch("w/") as events:
-        assert await anext(events) == Snapshot({})
-        cluster.etcd.server.put("w/leader", b"1")
-        assert await anext(events) == Put("w/leader", b"1")
-        await cluster.etcd.restart(wiped=True)
-        cluster.etcd.server.put("w/leader", b"2")
-        assert await anext(events) == Snapshot({"w/leader": b"2"})
