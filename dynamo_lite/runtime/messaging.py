@@ -41,7 +41,7 @@ class Messaging(Protocol):
         """
         ...
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
         """Calls `callback` after each disconnect and reconnect while the context lasts."""
         ...
 
@@ -131,7 +131,7 @@ class NoBroker:
     async def __aexit__(self, *_: object) -> None:
         """Nothing to close."""
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
         """There is never a change."""
         return contextlib.nullcontext()
 

@@ -287,7 +287,7 @@ class MemoryMessaging:
         if changed:
             self._listeners.notify(connected)
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
         return self._listeners.add(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:

@@ -73,7 +73,7 @@ class Roster:
     def get(self, lease_id: int) -> EndpointRecord | None:
         return self._by_lease.get(lease_id)
 
-    def on_change(self, callback: OnChange) -> AbstractContextManager[None]:
+    def on_change(self, callback: OnChange) -> AbstractContextManager[object]:
         """Calls `callback` in the event loop after each join or leave, with `members` updated,
         until the returned context is left."""
         return self._listeners.add(callback)

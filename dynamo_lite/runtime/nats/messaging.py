@@ -85,7 +85,7 @@ class NatsMessaging:
         """Whether the server has users. Raises BrokerUnavailable, as `client`."""
         return bool(self.client._server_info.get("auth_required"))  # pyright: ignore[reportPrivateUsage]
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
         return self._listeners.add(callback)
 
     async def __aenter__(self) -> Self:

@@ -297,7 +297,7 @@ class _Process:
 
 def add_metrics(
     registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """Registers the metrics of every process. Reconnects are counted while the context lasts."""
     # Prometheus adds its own labels to all metrics of a target; these can be joined with them.
     whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
