@@ -67,7 +67,7 @@ BUDGET = {
     "dynamo_lite/serve": 6_447,
     "dynamo_lite/cli": 3_135,
     "tests": 58_735,
-    "tests/simulation": 8_717,
+    "tests/simulation": 8_711,
 }
 SLACK = 50
 
