@@ -81,7 +81,13 @@ async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClie
         EtcdStore(run.etcd_url("Frontend")) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
-        (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
+        changed = asyncio.Event()
+        with roster.on_change(lambda joined, left: changed.set()):
+            async with asyncio.timeout(_FIND_S):
+                while len(roster.members) != 1:
+                    await changed.wait()
+                    changed.clear()
+        (member,) = roster.members
         client = DirectClient(member, as_frontend(run))
         async with client.transport:
             yield client

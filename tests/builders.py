@@ -22,6 +22,7 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
 )
 from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 
@@ -43,6 +44,14 @@ async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> An
             if value:
                 return value
             await asyncio.sleep(0.002)
+
+
+async def members_when(
+    roster: Roster, accept: Callable[[Members], bool], within_s: float
+) -> Members:
+    """The members once `accept` takes them. Raises as `eventually`."""
+    await eventually(lambda: accept(roster.members), within_s)
+    return roster.members
 
 
 def loop_time() -> float:

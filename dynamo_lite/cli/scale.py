@@ -15,7 +15,7 @@ from dynamo_lite.cli.listing import find_place
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
-from dynamo_lite.runtime.supervisor_client import SupervisorClient
+from dynamo_lite.runtime.supervisor_client import order
 from dynamo_lite.serve.run_state import ProcessState, read_run
 
 #: Between two looks at what was ordered: the supervisor sends no event when its counts change.
@@ -83,13 +83,11 @@ async def _scale(
     """
     if read_run(state_dir) is None:
         raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
-    async with SupervisorClient(state_dir) as supervisor:
-        counts = (await supervisor.order(Counts())).counts
-        _check(targets, counts, force)
-        for component, target in targets.items():
-            await _order(supervisor, state_dir, component, target, say)
-        if wait_s != 0:
-            await _wait(supervisor, state_dir, targets, time.monotonic() + wait_s, say)
+    _check(targets, (await order(state_dir, Counts())).counts, force)
+    for component, target in targets.items():
+        await _reach(state_dir, component, target, say)
+    if wait_s != 0:
+        await _wait(state_dir, targets, time.monotonic() + wait_s, say)
 
 
 def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: bool) -> None:
@@ -108,10 +106,8 @@ def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: 
         raise ConfigError(mistakes)
 
 
-async def _order(
-    supervisor: SupervisorClient, state_dir: Path, component: str, target: int, say: Say
-) -> None:
-    reply = await supervisor.order(Counts())
+async def _reach(state_dir: Path, component: str, target: int, say: Say) -> None:
+    reply = await order(state_dir, Counts())
     while (own := (now := reply.counts[component]).starting + now.ready) != target:
         count, lease_id, what = target, 0, f"{target - own} more"
         if own > target:
@@ -120,8 +116,8 @@ async def _order(
                 lease_id, why = await _least_busy(state_dir, component)
                 what = f"one less: {why}"
         say(f"{component}: {what}")
-        order = Want(component=component, count=count, lease_id=lease_id, version=reply.version)
-        reply = await supervisor.order(order)
+        want = Want(component=component, count=count, lease_id=lease_id, version=reply.version)
+        reply = await order(state_dir, want)
 
 
 def _restarts(state_dir: Path, component: str) -> bool:
@@ -146,16 +142,10 @@ async def _least_busy(state_dir: Path, component: str) -> tuple[int, str]:
     return lease_id, f"lease {lease_id:x}, {choice.reason}"
 
 
-async def _wait(
-    supervisor: SupervisorClient,
-    state_dir: Path,
-    targets: Mapping[str, int],
-    limit: float,
-    say: Say,
-) -> None:
+async def _wait(state_dir: Path, targets: Mapping[str, int], limit: float, say: Say) -> None:
     told = ""
     while True:
-        counts = (await supervisor.order(Counts())).counts
+        counts = (await order(state_dir, Counts())).counts
         text = "; ".join(_as_text(name, counts[name], targets[name]) for name in targets)
         if text != told:
             say(text)

@@ -49,11 +49,9 @@ class Forwarder:
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
-        assert host.probes is not None
         own = {
             "/health": reply_of(self.health),
-            "/live": reply_of(host.probes.live),
-            "/ready": reply_of(host.probes.ready),
+            **{path: reply_of(make) for path, make in host.probes.items()},
             "/metrics": _no_metrics,
         }
         self._server = server = ForwardServer(

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorRequest, Want
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.supervisor_client import SupervisorClient
+from dynamo_lite.runtime.supervisor_client import order
 
 _TIMEOUT_S = 3.0
 
@@ -53,8 +53,7 @@ class LocalConnector:
         return worker.lease_id in self._leases
 
     async def _ask(self, request: SupervisorRequest) -> Mapping[str, RoleCounts]:
-        async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:
-            reply = await client.order(request)
+        reply = await order(self._state_dir, request, _TIMEOUT_S)
         self._version = reply.version
         self._leases = {lease for each in reply.counts.values() for lease in each.leases}
         return reply.counts

@@ -124,7 +124,8 @@ class FrameConnection(asyncio.Protocol):
         self._parser = FrameParser(first_max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._frames_received = 0
+        #: A frame has come.
+        self._begun = False
         #: Bytes that were written since the start, and those that had left when the peer was
         #: checked last.
         self._bytes_sent = 0
@@ -149,10 +150,6 @@ class FrameConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether what is sent may arrive."""
         return self._transport is not None and not self._closed and not self._transport.is_closing()
-
-    @property
-    def frames_received(self) -> int:
-        return self._frames_received
 
     def send(self, data: bytes) -> None:
         """Queues whole frames. They are dropped when the connection is closed."""
@@ -201,9 +198,9 @@ class FrameConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._parser.feed(data):
-                if self._frames_received == 0 and not self._paused:
+                if not self._begun and not self._paused:
                     self._cancel_timer()
-                self._frames_received += 1
+                self._begun = True
                 self._receiver.frame_received(self, payload)
                 if self._transport is None or self._transport.is_closing():
                     return

@@ -20,11 +20,11 @@ from dynamo_lite.protocol.generate import (
     decode_generate_request,
 )
 from dynamo_lite.protocol.versions import unsupported
-from dynamo_lite.request_plane.admission import Limits
+from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.listener import Listener
-from dynamo_lite.request_plane.session import AdmittedRequests, Session
+from dynamo_lite.request_plane.session import Session, SessionRequest
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tasks import OwnedTasks, all_of
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: Sends the reply to a request on its connection.
 AnswerRequest = Callable[[Accepted | RequestRefused], None]
 
+#: Upper limit of a request's timeout.
+_LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 #: How long closing waits for the engine to accept or abort requests.
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -60,16 +62,12 @@ class GenerateServer:
         self._on_drop = on_drop
         self._listener = Listener(self, bind_host, on_drop, certificates)
         self._sessions: dict[str, Session] = {}
-        self._owned = AdmittedRequests(
-            Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
+        self._admission = Admission(
+            Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens)
         )
-        self._owners = self._owned.owners
-        #: Requests that the engine is still accepting, and the tasks that hand them over.
-        self._submitting: set[str] = set()
-        self._handovers = OwnedTasks()
-        #: Requests that the engine is aborting, and the tasks that wait for it.
-        self._aborting: set[str] = set()
-        self._aborts = OwnedTasks(on_end=self._update_idle)
+        #: Until the engine has refused, finished or aborted them.
+        self._requests: dict[str, SessionRequest] = {}
+        self._handovers, self._aborts = OwnedTasks(), OwnedTasks()
         #: Why all new requests are refused; None while they are not.
         self._refusal: str | None = None
         self._idle = asyncio.Event()
@@ -99,12 +97,12 @@ class GenerateServer:
     def in_flight(self) -> int:
         """Number of requests that have arrived and were not ended by a last delta, a cancel or
         the end of their session."""
-        return len(self._owners) + sum(i not in self._owners for i in self._submitting)
+        return sum(not one.ended or one.handover is not None for one in self._requests.values())
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the requests without a first token."""
-        return self._owned.admission.waiting_tokens
+        return self._admission.waiting_tokens
 
     def session(self, client_id: str) -> Session | None:
         """The open session of this client, if it has one."""
@@ -112,7 +110,7 @@ class GenerateServer:
 
     def limit(self, limits: Limits) -> None:
         """Sets the limits for new requests."""
-        self._owned.admission.limit(limits)
+        self._admission.limit(limits)
 
     def refuse_new(self, reason: str) -> None:
         """Refuses every new request from now on. Other workers may accept it."""
@@ -131,26 +129,19 @@ class GenerateServer:
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Sends the output of one engine step. Drops deltas of unknown or cancelled requests."""
-        owners, admission = self._owners, self._owned.admission
         by_session: dict[Session, list[TokenDelta]] = {}
         for delta in deltas:
-            session = owners.get(delta.request_id)
-            if session is None:
+            request = self._requests.get(delta.request_id)
+            if request is None or request.ended:
                 continue
-            mine = by_session.get(session)
-            if mine is None:
-                by_session[session] = [delta]
-            else:
-                mine.append(delta)
+            by_session.setdefault(request.session, []).append(delta)
             if delta.finish_reason is not None:
-                self._owned.release(delta.request_id)
+                self._end(request)
             elif delta.token_ids:
-                admission.answered(delta.request_id)
+                self._admission.answered(delta.request_id)
         for session, mine in by_session.items():
-            undeliverable = session.deliver(mine)
-            if undeliverable:
-                self.cancel(session, [i for i in undeliverable if owners.get(i) is session])
-        self._update_idle()
+            if undeliverable := session.deliver(mine):
+                self.cancel(session, undeliverable)
 
     # Sessions
 
@@ -169,9 +160,11 @@ class GenerateServer:
         """Ends the session and aborts its requests."""
         if self._sessions.get(session.client_id) is session:
             del self._sessions[session.client_id]
-            self.cancel(session, sorted(session.request_ids))
-            for task in session.handing_over:
-                task.cancel()
+            own = [one for one in self._requests.values() if one.session is session]
+            self.cancel(session, [one.request_id for one in own])
+            for one in own:
+                if one.handover is not None:
+                    one.handover.cancel()
 
     def _disconnect(self, session: Session, why: str) -> None:
         self.close_session(session)
@@ -179,16 +172,13 @@ class GenerateServer:
 
     def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
         """Ends these requests; no delta of them is sent after this."""
-        running: list[str] = []
-        for request_id in request_ids:
-            if self._owners.get(request_id) is session:
-                self._owned.release(request_id)
-                running.append(request_id)
+        known = (self._requests.get(request_id) for request_id in request_ids)
+        mine = [one for one in known if one and one.session is session and not one.ended]
+        for one in mine:
+            one.ended = True  # so that it is kept until it is aborted
+            self._release(one)
         # Requests that the engine is still accepting are aborted when it has accepted them.
-        accepted = [i for i in running if i not in self._submitting]
-        if accepted:
-            self._abort_soon(accepted)
-        self._update_idle()
+        self._abort_soon([one for one in mine if one.handover is None])
 
     # Requests
 
@@ -204,15 +194,17 @@ class GenerateServer:
         try:
             request = self._decode(session, request_id, payload)
             self._check(session, request)
-            self._owned.enter(session, request)
         except Refused as exc:
             reply(_refusal(exc))
             return
-        self._submitting.add(request_id)
-        self._update_idle()
-        task = self._handovers.start(self._try(request), name=f"hand over {request_id}")
-        session.handing_over[task] = None
-        task.add_done_callback(partial(self._tried, session, request_id, reply))
+        one = self._requests[request_id] = SessionRequest(request_id, session)
+        self._idle.clear()
+        if request.timeout_s is not None:
+            one.timer = asyncio.get_running_loop().call_later(
+                min(request.timeout_s, _LONGEST_TIMEOUT_S), self._expire, one
+            )
+        one.handover = self._handovers.start(self._try(request), name=f"hand over {request_id}")
+        one.handover.add_done_callback(partial(self._tried, one, reply))
 
     def _decode(self, session: Session, request_id: str, payload: bytes) -> GenerateRequest:
         """Raises Refused."""
@@ -237,66 +229,73 @@ class GenerateServer:
         return None
 
     def _tried(
-        self,
-        session: Session,
-        request_id: str,
-        reply: AnswerRequest,
-        task: asyncio.Task[Exception | None],
+        self, one: SessionRequest, reply: AnswerRequest, task: asyncio.Task[Exception | None]
     ) -> None:
         """A callback of the task, since one that is cancelled before it runs executes nothing."""
-        del session.handing_over[task]
-        self._submitting.discard(request_id)
+        one.handover = None
         failure = None if task.cancelled() else task.result()
-        if task.cancelled() or failure is not None:
-            self._owned.release(request_id)
-        if failure is None and request_id not in self._owners:
+        if failure is not None:
+            self._end(one)
+        elif task.cancelled() or one.ended:
             # It was cancelled, or has finished; to abort a finished one does nothing.
-            self._abort_soon([request_id])
-        self._update_idle()
+            self._abort_soon([one])
         if not task.cancelled():
-            reply(Accepted() if failure is None else _refused(request_id, failure))
+            reply(Accepted() if failure is None else _refused(one.request_id, failure))
 
     def _check(self, session: Session, request: GenerateRequest) -> None:
-        request_id = request.request_id
+        """Admits the request. Raises Refused when it has timed out or would exceed a limit, too."""
+        request_id, timeout_s = request.request_id, request.timeout_s
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
         if self._sessions.get(session.client_id) is not session:
             raise Refused("the connection is closed", elsewhere=False)
-        if self._knows(request_id):
+        if request_id in self._requests:
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
+        if timeout_s is not None and not timeout_s > 0:
+            raise Refused(f"request {request_id} has timed out", elsewhere=False)
+        prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        busy = self._admission.enter(request_id, prompt_tokens, promised=request.moved)
+        if busy is not None:
+            raise Refused(busy, elsewhere=True, busy=True)
 
-    def _expire(self, request_id: str) -> None:
+    def _expire(self, one: SessionRequest) -> None:
         """Ends a request after its timeout. Its client does the same, unless it is stuck."""
-        session = self._owners[request_id]
-        self.cancel(session, [request_id])
-        session.deliver([TokenDelta(request_id=request_id, token_ids=[], finish_reason="abort")])
+        self.cancel(one.session, [one.request_id])
+        failed = TokenDelta(request_id=one.request_id, token_ids=[], finish_reason="abort")
+        one.session.deliver([failed])
 
-    # Bookkeeping
+    # Ends
 
-    def _knows(self, request_id: str) -> bool:
-        return (
-            request_id in self._owners
-            or request_id in self._submitting
-            or request_id in self._aborting
-        )
+    def _release(self, one: SessionRequest) -> None:
+        self._admission.leave(one.request_id)
+        if one.timer is not None:
+            one.timer.cancel()
 
-    def _abort_soon(self, request_ids: list[str]) -> None:
-        self._aborting.update(request_ids)
-        self._aborts.start(self._abort(request_ids), name="generate-abort")
+    def _end(self, one: SessionRequest) -> None:
+        """The engine has ended it, or never had it."""
+        one.ended = True
+        self._release(one)
+        if one.handover is None:
+            self._forget([one])
 
-    async def _abort(self, request_ids: list[str]) -> None:
+    def _forget(self, requests: list[SessionRequest]) -> None:
+        for one in requests:
+            self._requests.pop(one.request_id, None)
+        if not self._requests:
+            self._idle.set()
+
+    def _abort_soon(self, requests: list[SessionRequest]) -> None:
+        if requests:
+            self._aborts.start(self._abort(requests), name="generate-abort")
+
+    async def _abort(self, requests: list[SessionRequest]) -> None:
+        request_ids = [one.request_id for one in requests]
         try:
             await self._handler.abort(request_ids)
         except Exception:
             logger.exception("the engine failed to abort %s", request_ids)
         finally:
-            self._aborting.difference_update(request_ids)
-
-    def _update_idle(self) -> None:
-        if self._owners or self._submitting or self._aborts:
-            self._idle.clear()
-        else:
-            self._idle.set()
+            self._forget(requests)
 
 
 def _refused(request_id: str, failure: Exception) -> RequestRefused:

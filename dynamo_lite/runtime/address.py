@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.credentials import BadCredentials, check_nkey, read_login, user_jwt
+from dynamo_lite.runtime.credentials import check_nkey, read_login, user_jwt
 from dynamo_lite.runtime.tls import TlsFiles
 
 #: Up to the last @ of a URL: real passwords contain unescaped @, / and commas.
@@ -90,10 +90,7 @@ def parse_etcd_url(url: str) -> ServerAddress:
     have the scheme and the same credentials in front. `login` is a file with USER:PASSWORD.
     Raises ConfigError, also when a file is missing or invalid, or when others can read a login.
     """
-    address = _parse(url, _ETCD)
-    if address.token is not None:
-        raise _mistake(_ETCD, url, "user and password go together; write USER:PASSWORD@HOST")
-    return address
+    return _parse(url, _ETCD)
 
 
 def parse_nats_url(url: str) -> ServerAddress:
@@ -105,29 +102,38 @@ def parse_nats_url(url: str) -> ServerAddress:
 
 
 def _parse(url: str, kind: _Kind) -> ServerAddress:
+    try:
+        return _address(url, kind)
+    except ConfigError as exc:
+        problem, cause = exc.mistakes[0].rstrip("."), exc
+    except ValueError as exc:
+        problem, cause = str(exc), exc
+    raise ConfigError([f"{kind.name} URL {redact(url)}: {problem}."]) from cause
+
+
+def _address(url: str, kind: _Kind) -> ServerAddress:
+    """Raises ValueError or ConfigError, with what is wrong."""
     servers, _, query = url.strip().partition("?")
     if "@" in query:  # the ? may be part of a password
-        raise _mistake(kind, url, "a ? in a password is written as %3F, an @ in a file name as %40")
-    parts = [_split(part.strip(), url, kind) for part in servers.split(",")]
+        raise ValueError("a ? in a password is written as %3F, an @ in a file name as %40")
+    parts = [_split(part.strip(), kind) for part in servers.split(",")]
     schemes = {part.scheme for part in parts if part.scheme}
     if len(schemes) > 1:
-        raise _mistake(kind, url, "all servers need the same scheme")
+        raise ValueError("all servers need the same scheme")
     secure = kind.schemes[schemes.pop()] if schemes else False
     first, *others = parts
     for part in others:
         own = _credentials(part)
         if own is not None and (own != _credentials(first) or not part.scheme):
             hint = "write them once, before the first host, special characters as %XX"
-            raise _mistake(kind, url, f"servers have different credentials; {hint}")
-    given = _query(query, url, kind)
-    tls = _tls(given, url, kind, secure=secure)
-    try:
-        user, password = _login(_credentials(first), given, url, kind) or (None, None)
-        if (creds := _path(given["creds"]) if "creds" in given else None) is not None:
-            user_jwt(creds)
-        nkey = check_nkey(_path(given["nkey"])) if "nkey" in given else None
-    except BadCredentials as exc:
-        raise _mistake(kind, url, str(exc)) from exc
+            raise ValueError(f"servers have different credentials; {hint}")
+    given = _query(query, kind)
+    tls = _tls(given, kind, secure=secure)
+    user, password = _login(_credentials(first), given) or (None, None)
+    if user is not None and password is None and kind is _ETCD:
+        raise ValueError("user and password go together; write USER:PASSWORD@HOST")
+    if (creds := _path(given["creds"]) if "creds" in given else None) is not None:
+        user_jwt(creds)
     return ServerAddress(
         hosts=tuple((part.hostname or "", part.port or kind.default_port) for part in parts),
         tls=tls,
@@ -135,23 +141,23 @@ def _parse(url: str, kind: _Kind) -> ServerAddress:
         password=password,
         token=user if password is None else None,
         creds=creds,
-        nkey=nkey,
+        nkey=check_nkey(_path(given["nkey"])) if "nkey" in given else None,
         inbox=given.get("inbox", ""),
     )
 
 
-def _split(part: str, url: str, kind: _Kind) -> SplitResult:
+def _split(part: str, kind: _Kind) -> SplitResult:
     """Splits the URL of one server, which may have no scheme."""
     try:
         split = urlsplit(part if "://" in part else f"//{part}")
         _ = split.port
     except ValueError as exc:
         hint = "check the port; special characters of a password are written as %XX"
-        raise _mistake(kind, url, f"it is malformed; {hint}") from exc
+        raise ValueError(f"it is malformed; {hint}") from exc
     known = not split.scheme or split.scheme in kind.schemes
     if not known or not split.hostname or split.path.strip("/") or split.fragment:
         expected = " or ".join(f"{scheme}://HOST:PORT" for scheme in kind.schemes)
-        raise _mistake(kind, url, f"expected {expected}")
+        raise ValueError(f"expected {expected}")
     return split
 
 
@@ -161,7 +167,7 @@ def _credentials(part: SplitResult) -> tuple[str, str | None] | None:
     return unquote(part.username), None if part.password is None else unquote(part.password)
 
 
-def _query(query: str, url: str, kind: _Kind) -> dict[str, str]:
+def _query(query: str, kind: _Kind) -> dict[str, str]:
     """The settings behind the `?`, decoded."""
     given: dict[str, str] = {}
     for pair in query.split("&") if query else ():
@@ -169,21 +175,21 @@ def _query(query: str, url: str, kind: _Kind) -> dict[str, str]:
         if name not in kind.query or not value or name in given:
             known = ", ".join(f"{n}={'NAME' if n == 'inbox' else 'FILE'}" for n in kind.query)
             problem = f"its query takes {known}, each once"
-            raise _mistake(kind, url, f"{problem}; {unquote(name) or 'an empty one'} does not fit")
+            raise ValueError(f"{problem}; {unquote(name) or 'an empty one'} does not fit")
         given[name] = unquote(value)
     if "inbox" in given and not _INBOX.fullmatch(given["inbox"]):
-        raise _mistake(kind, url, "inbox is a subject: letters, digits, _ and -, with single dots")
+        raise ValueError("inbox is a subject: letters, digits, _ and -, with single dots")
     return given
 
 
 def _login(
-    written: tuple[str, str | None] | None, given: Mapping[str, str], url: str, kind: _Kind
+    written: tuple[str, str | None] | None, given: Mapping[str, str]
 ) -> tuple[str, str | None] | None:
     """User and password, from the URL or a file. Only one kind of credentials is allowed."""
     ways = [name for name in ("login", "creds", "nkey") if name in given]
     if len(ways) + (written is not None) > 1:
         names = ", ".join(ways) + (" and those before the @" if written else "")
-        raise _mistake(kind, url, f"several credentials ({names}); keep one")
+        raise ValueError(f"several credentials ({names}); keep one")
     return read_login(_path(given["login"])) if "login" in given else written
 
 
@@ -194,27 +200,18 @@ def _path(text: str) -> Path:
         return Path(text)
 
 
-def _tls(given: Mapping[str, str], url: str, kind: _Kind, *, secure: bool) -> TlsFiles | None:
+def _tls(given: Mapping[str, str], kind: _Kind, *, secure: bool) -> TlsFiles | None:
     files = {name: _path(given[name]) for name in _TLS_FILES if name in given}
     if not secure:
         if files:
             scheme = next(scheme for scheme, tls in kind.schemes.items() if tls)
-            raise _mistake(
-                kind, url, f"{', '.join(files)}: certificates need TLS; write {scheme}://"
-            )
+            raise ValueError(f"{', '.join(files)}: certificates need TLS; write {scheme}://")
         return None
     if ("cert" in files) != ("key" in files):
-        raise _mistake(kind, url, "cert and key go together; name both files")
+        raise ValueError("cert and key go together; name both files")
     tls = TlsFiles(**files)
-    try:
-        tls.context()
-    except ConfigError as exc:
-        raise _mistake(kind, url, exc.mistakes[0].rstrip(".")) from exc
+    tls.context()
     return tls
-
-
-def _mistake(kind: _Kind, url: str, problem: str) -> ConfigError:
-    return ConfigError([f"{kind.name} URL {redact(url)}: {problem}."])
 
 
 def advertised_address(bind_host: str, port: int) -> str:

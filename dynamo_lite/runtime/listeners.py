@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, ParamSpec
 
@@ -24,13 +24,12 @@ class Listeners(Generic[P]):
     def __repr__(self) -> str:
         return f"Listeners({self._owner!r}, {len(self._callbacks)})"
 
-    def __len__(self) -> int:
-        return len(self._callbacks)
-
-    def add(self, callback: Callable[P, object]) -> AbstractContextManager[None]:
+    def add(self, callback: Callable[P, object]) -> AbstractContextManager[object]:
         """Adds `callback` at once. Leaving the returned context removes it again."""
         self._callbacks.append(callback)
-        return self._removed_after(callback)
+        removed = contextlib.ExitStack()
+        removed.callback(self._callbacks.remove, callback)
+        return removed
 
     def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for callback in list(self._callbacks):
@@ -38,10 +37,3 @@ class Listeners(Generic[P]):
                 callback(*args, **kwargs)
             except Exception:
                 logger.exception("a listener of %s failed", self._owner)
-
-    @contextlib.contextmanager
-    def _removed_after(self, callback: Callable[P, object]) -> Generator[None]:
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)

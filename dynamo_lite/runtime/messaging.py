@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol, Self
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, ProtocolError
-from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -34,19 +33,16 @@ OnConnection = Callable[[bool], None]
 
 class Messaging(Protocol):
     @property
-    def connected(self) -> bool: ...
-
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
-        """Calls `callback` after each disconnect and reconnect while the context lasts."""
-        ...
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        """Returns when the broker is connected and has this process's subscriptions again. Raises
-        BrokerUnavailable after `timeout_s`.
+    def connected(self) -> bool:
+        """Whether the broker is connected and has this process's subscriptions.
 
         Other processes may reconnect a little later than this one, so NoResponders just after
         a reconnect does not mean that a process is dead.
         """
+        ...
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
+        """Calls `callback` after each disconnect and reconnect while the context lasts."""
         ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
@@ -72,28 +68,6 @@ class Messaging(Protocol):
         ...
 
 
-class ConnectionWatch:
-    """The listeners of a connection's state; part of each implementation."""
-
-    def __init__(self) -> None:
-        self._listeners = Listeners[[bool]]("the connection")
-
-    def watch(self, callback: OnConnection) -> AbstractContextManager[None]:
-        return self._listeners.add(callback)
-
-    async def wait(self, connected: Callable[[], bool], timeout_s: float) -> None:
-        """Returns when `connected()` is true, or after the timeout."""
-        changed = asyncio.Event()
-        with self.watch(lambda _: changed.set()), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not connected():
-                    await changed.wait()
-                    changed.clear()
-
-    def tell(self, connected: bool) -> None:
-        self._listeners.notify(connected)
-
-
 class Dispatcher:
     """Owns the handler tasks of one subject; at most `MAX_HANDLERS` run at a time.
 
@@ -106,26 +80,19 @@ class Dispatcher:
         self._handler = handler
         self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(MAX_HANDLERS)
-        self._tasks = OwnedTasks(on_end=self._slots.release)
+        self._tasks = OwnedTasks()
         self._cancelled = False
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
         return f"Dispatcher({self._subject!r}, running={len(self._tasks)})"
 
-    @property
-    def full(self) -> bool:
-        """Whether `submit` would wait."""
-        return self._slots.locked()
-
     async def submit(self, payload: bytes, reply: SendReply | None) -> None:
         """Starts the handler on `payload`; waits while as many run as may."""
         await self._slots.acquire()
-        self._tasks.start(
-            self._run(payload, reply),
-            name=f"handle {self._subject}",
-            context=self._context.copy(),
-        )
+        name, context = f"handle {self._subject}", self._context.copy()
+        task = self._tasks.start(self._run(payload, reply), name=name, context=context)
+        task.add_done_callback(lambda _: self._slots.release())
 
     async def join(self) -> None:
         """Waits for the running handlers. If the wait is cancelled, so are they."""
@@ -164,12 +131,9 @@ class NoBroker:
     async def __aexit__(self, *_: object) -> None:
         """Nothing to close."""
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
         """There is never a change."""
         return contextlib.nullcontext()
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        """Returns at once."""
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         raise BrokerUnavailable("this process has no broker")

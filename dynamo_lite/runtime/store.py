@@ -64,12 +64,11 @@ class Lease(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All keys under the prefix: the first event of a watch, and the first after each resync."""
+    """All keys under the prefix: the first event of a watch, and the first after each reconnect.
+    Then a key that is missing may come back: if the store has lost its data, its owner may be about
+    to put it again."""
 
     entries: dict[str, bytes]
-    #: The store has lost data since the last event. A key that is missing may come back: its
-    #: owner may be about to put it again.
-    lost_data: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """Lists, then watches. Survives reconnects; a resync gives a new Snapshot."""
+        """Lists, then watches. Each reconnect gives a new Snapshot."""
         ...
 
 

@@ -74,14 +74,11 @@ def log_failure(task: asyncio.Task[Any], exc: BaseException) -> None:
 class OwnedTasks:
     """The tasks of one owner. An async context manager: leaving it ends them, as does `end`.
 
-    on_failure: called in the event loop as soon as a task has failed; the others continue. on_end:
-    called in the event loop whenever a task has ended.
+    on_failure: called in the event loop as soon as a task has failed; the others continue.
     """
 
-    def __init__(
-        self, on_failure: OnFailure = log_failure, *, on_end: Callable[[], None] | None = None
-    ):
-        self._on_failure, self._on_end = on_failure, on_end
+    def __init__(self, on_failure: OnFailure = log_failure):
+        self._on_failure = on_failure
         # A dict and not a set: tasks are ended in the order of their start.
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
@@ -134,8 +131,6 @@ class OwnedTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
-        if self._on_end is not None:
-            self._on_end()
         if not task.cancelled() and (exc := task.exception()) is not None:
             self._on_failure(task, exc)
 

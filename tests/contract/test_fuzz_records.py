@@ -13,7 +13,7 @@ from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata, decode_engine, encode_engine
 from dynamo_lite.runtime.members.roster import Roster
-from tests.builders import endpoint_record, key_of
+from tests.builders import endpoint_record, key_of, members_when
 from tests.hostile import Spoiler
 from tests.twins.mover import MemoryFabric
 from tests.twins.servers import MemoryStore
@@ -44,7 +44,9 @@ def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
             last = endpoint_record(11)
             key = key_of(last)
             await store.put(key, encode_json(last))
-            members = await roster.wait(lambda found: any(m.lease_id == 11 for m in found), 5)
+            members = await members_when(
+                roster, lambda found: any(m.lease_id == 11 for m in found), 5
+            )
             assert true in members
             for member in members:
                 assert key_of(endpoint_record(member.lease_id)).startswith(PREFIX)

@@ -150,6 +150,6 @@ async def test_running_clients_take_new_certificates_with_their_next_connection(
                 await broker.restart()
                 await keys.restart()
                 await eventually(lambda: answered(store), 20)
-                await messaging.wait_connected(20)
+                await eventually(lambda: messaging.connected, 20)
                 await messaging.publish("s", b"x")
                 assert await lease.verify() is None

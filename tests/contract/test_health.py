@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,11 +15,11 @@ from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.runtime.members import health
 from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from tests.builders import endpoint_record, eventually, register
+from tests.builders import endpoint_record, eventually, members_when, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
@@ -30,8 +31,9 @@ A, B, C = 0xA, 0xB, 0xC
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything ten times as fast."""
-    monkeypatch.setattr(health, "SILENT_S", 0.3)
+    monkeypatch.setattr(health, "SILENT_S", 0.4)
     monkeypatch.setattr(health, "SECOND_LOOK_S", 0.1)
+    monkeypatch.setattr(health, "_LOOK_S", 0.02)
     monkeypatch.setattr("dynamo_lite.runtime.members.heartbeat.HEARTBEAT_PERIOD_S", 0.05)
 
 
@@ -64,16 +66,16 @@ class Graph:
 
     async def join(self, lease_id: int) -> None:
         await register(self.store, endpoint_record(lease_id, "Worker", namespace=self.namespace))
-        await self.roster.wait(lambda ms: any(m.lease_id == lease_id for m in ms), 5)
+        await members_when(self.roster, lambda ms: any(m.lease_id == lease_id for m in ms), 5)
 
     async def leave(self, lease_id: int) -> None:
         await self.store.delete(endpoint_key(self.namespace, "Worker", "generate", lease_id))
-        await self.roster.wait(lambda ms: all(m.lease_id != lease_id for m in ms), 5)
+        await members_when(self.roster, lambda ms: all(m.lease_id != lease_id for m in ms), 5)
 
     def worker(
         self, lease_id: int, verdict: Callable[[], tuple[bool, str]] = lambda: (True, "")
-    ) -> HeartbeatPublisher:
-        return HeartbeatPublisher(
+    ) -> Coroutine[Any, Any, None]:
+        return publish_heartbeats(
             self.messaging,
             namespace=self.namespace,
             component="Worker",
@@ -83,7 +85,7 @@ class Graph:
 
     @contextlib.asynccontextmanager
     async def beating(self, lease_id: int) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.worker(lease_id).run())
+        task = asyncio.create_task(self.worker(lease_id))
         try:
             yield
         finally:
@@ -191,7 +193,7 @@ async def test_who_says_that_it_cannot_work_is_believed_at_once(graph: Graph) ->
     await graph.join(A)
     verdict = (True, "")
     worker = graph.worker(A, lambda: verdict)
-    task = asyncio.create_task(worker.run())
+    task = asyncio.create_task(worker)
     verdict = (False, "the engine is stuck " + "x" * 1000)
     assert await graph.next_turn() == (set(), {A})
     assert graph.monitor.trouble(A).startswith("the engine is stuck")
@@ -199,9 +201,8 @@ async def test_who_says_that_it_cannot_work_is_believed_at_once(graph: Graph) ->
     await eventually(lambda: graph.monitor.silent_for(A) >= before + 0.09)
     verdict = (True, "")
     assert await graph.next_turn() == ({A}, set())
-    worker.stop()
-    async with asyncio.timeout(5):
-        await task
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
 
 
 async def test_another_sign_of_life_ends_a_silence_but_heals_no_worker(graph: Graph) -> None:

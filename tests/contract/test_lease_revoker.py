@@ -60,6 +60,7 @@ async def test_a_member_that_is_away_is_passed_over(etcd_url: str):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     async with EtcdStore(etcd_url) as store, store.lease(60.0) as lease:
+        await store.put("n/own", b"1", lease=lease)
         both = f"http://127.0.0.1:{port},{etcd_url.removeprefix('http://')}"
         assert await LeaseRevoker(both).revoke(lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED

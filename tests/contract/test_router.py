@@ -27,6 +27,7 @@ from tests.builders import (
     eventually,
     generate_request,
     loop_time,
+    members_when,
     process_spec,
     register,
 )
@@ -93,7 +94,7 @@ class Cluster:
         task = asyncio.create_task(run_process(spec, router, reports.append, around))
         try:
             await eventually(lambda: any(r["state"] == "ready" for r in reports), 15)
-            await self.routers.wait(lambda members: len(members) == 1 + beside, 5)
+            await members_when(self.routers, lambda members: len(members) == 1 + beside, 5)
             assert router._picker is not None
             follower: Any = router._picker._loads._view
             known, members = follower._workers, self.roster.members
@@ -104,7 +105,7 @@ class Cluster:
         finally:
             await self.store.revoke(self.routers.members[-1].lease_id)
             assert await task == 0
-            await self.routers.wait(lambda members: len(members) == beside, 5)
+            await members_when(self.routers, lambda members: len(members) == beside, 5)
 
     async def choose(self, prompt: list[int], request_id: str, **fields: Any) -> int:
         request = generate_request(request_id, prompt_token_ids=[*prompt, 1], **fields)
@@ -167,7 +168,7 @@ async def test_without_a_router_the_frontend_chooses(cluster: Cluster) -> None:
 async def test_no_worker_to_choose_from_is_an_error(cluster: Cluster) -> None:
     for worker in cluster.workers:
         await worker.leave()
-    await cluster.roster.wait(lambda members: not members, 5)
+    await members_when(cluster.roster, lambda members: not members, 5)
     with pytest.raises(NoWorkers):
         await cluster.choose([5], "a")
 
@@ -182,7 +183,7 @@ async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: 
 
     async with cluster.messaging.serve(record.transport.nats_tcp, garble):
         await register(cluster.store, record)
-        await cluster.routers.wait(lambda members: len(members) == 1, 5)
+        await members_when(cluster.routers, lambda members: len(members) == 1, 5)
         for number in range(3):
             assert await cluster.choose([5], f"r{number}") in (1, 2)
         assert (len(asked), cluster.fallbacks) == (1, 3)
@@ -224,7 +225,7 @@ async def test_without_the_broker_only_the_first_requests_wait_for_a_router(
             await nats_server.restart()
         else:
             nats_server.thaw()
-        await messaging.wait_connected(10)
+        await eventually(lambda: messaging.connected, 10)
         placed = router.health()["requests"]
 
         async def placed_again() -> bool:

@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.runtime.overview.fetch import fetch, fetch_health
-from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.status import StatusServer
 from tests.certificate_folders import graph_folder, of, renew
 
@@ -27,7 +26,7 @@ async def url(folder: Path) -> AsyncIterator[str]:
     async with StatusServer(
         lambda: FACTS,
         CollectorRegistry(),
-        probes=Probes(lambda: {"ok": True}, lambda: {"ok": True}),
+        probes={"/live": lambda: {"ok": True}, "/ready": lambda: {"ok": True}},
         vllm_registry=CollectorRegistry(),
         certificates=of(folder, "VllmWorker"),
     ) as server:

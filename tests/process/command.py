@@ -19,7 +19,7 @@ from unittest import mock
 
 from dynamo_lite.cli import cli
 from dynamo_lite.protocol.planner import SupervisorReply, SupervisorRequest
-from dynamo_lite.runtime.supervisor_client import SupervisorClient
+from dynamo_lite.runtime.supervisor_client import ask as ask_supervisor
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
@@ -219,11 +219,7 @@ def serving(
 
 
 def ask(graph: Serving, request: SupervisorRequest) -> SupervisorReply:
-    async def once() -> SupervisorReply:
-        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
-            return await client.ask(request)
-
-    return asyncio.run(once())
+    return asyncio.run(ask_supervisor(graph.state_dir, request, 20))
 
 
 def variable(pid: int, name: str) -> str | None:

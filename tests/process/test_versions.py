@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.codec import WIRE_VERSION
-from tests.builders import eventually
+from tests.builders import eventually, members_when
 from tests.process.command import Serving, run, serving
 from tests.process.dispatcher import dispatching
 from tests.process.null_graph import copy_to
@@ -99,7 +99,7 @@ async def test_a_worker_of_the_release_before_joins_serves_and_leaves(
         await asyncio.to_thread(other.wait_line, "ready VllmWorker-0")
         async with dispatching(etcd_url, namespace) as dispatcher:
             roster = dispatcher.roster
-            members = await roster.wait(lambda members: len(members) == 2, 10)
+            members = await members_when(roster, lambda members: len(members) == 2, 10)
             versions = {member.version: member.lease_id for member in members}
             assert set(versions) == {"0.1.9", __version__}
             listing = await asyncio.to_thread(run, "ps", *servers[2:])
@@ -110,7 +110,7 @@ async def test_a_worker_of_the_release_before_joins_serves_and_leaves(
                 await eventually(lambda: min(gave[one] for one in versions.values()) >= 100, 60)
                 other.signal(signal.SIGTERM)
                 assert await asyncio.to_thread(other.end) == 0
-                await roster.wait(lambda members: len(members) == 1, 10)
+                await members_when(roster, lambda members: len(members) == 1, 10)
                 answers = dispatcher.answers
                 await eventually(lambda: dispatcher.answers >= answers + 8, 60)
                 for load in loads:

@@ -19,7 +19,7 @@ from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
@@ -155,7 +155,7 @@ class Pair:
             clock=self.clock,
             on_drop=self._drop,
         )
-        beat = HeartbeatPublisher(
+        beat = publish_heartbeats(
             self.servers.messaging(),
             namespace="t",
             component="PrefillWorker",
@@ -163,7 +163,7 @@ class Pair:
             verdict=lambda: (True, ""),
         )
         jobs = [self.jobs.run() for _ in range(self.runners)]
-        works = (self._read(), self.prefill.run_prefills(self._on_broken_link), *jobs, beat.run())
+        works = (self._read(), self.prefill.run_prefills(self._on_broken_link), *jobs, beat)
         self.driving = [asyncio.create_task(work) for work in works]
         for task in self.driving:
             self.stack.push_async_callback(_end, task)

@@ -3,6 +3,7 @@ workers, then prefill workers and clients of NATS, etcd and workers. They show t
 can fail, and run nowhere else.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -253,25 +254,25 @@ class _DeliversTwice(JetStreamQueue):
 
 
 class _LateResume(EtcdStore):
-    """A watch that resumes after an outage starts one revision too late."""
+    """A watch that resumes after an outage does not list what it has missed."""
 
     @contextlib.asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
         async with super().watch(prefix) as watch:
-            history_holds, request = watch._history_holds, watch._request
-            resumes = False
+            list_prefix, events = watch._list, watch._events
 
-            async def note_history_holds() -> bool:
-                nonlocal resumes
-                resumes = await history_holds()
-                return resumes
+            async def list_and_keep_quiet() -> int:
+                watch._events = asyncio.Queue()
+                try:
+                    return await list_prefix()
+                finally:
+                    watch._events = events
 
-            def late_request() -> Any:
-                made = request()
-                made.create_request.start_revision += resumes
-                return made
+            async def list_once() -> int:
+                watch._list = list_and_keep_quiet
+                return await list_prefix()
 
-            watch._history_holds, watch._request = note_history_holds, late_request
+            watch._list = list_once
             yield watch
 
 
@@ -303,7 +304,9 @@ def _waiting_for_broker(make: MakeTransport, messaging: Messaging) -> MakeTransp
         submit = client.submit
 
         async def submit_connected(member: EndpointRecord, request: GenerateRequest) -> None:
-            await messaging.wait_connected(30.0)
+            async with asyncio.timeout(30.0):
+                while not messaging.connected:
+                    await asyncio.sleep(0.1)
             await submit(member, request)
 
         client.submit = submit_connected

@@ -23,7 +23,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.overview.compose import WANTED
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
+from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.serve.services.vllm_backend import VllmBackend, decode_role, prefill_role
@@ -292,14 +292,9 @@ class _Answers(asyncio.Protocol):
 
 
 def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:
-    def status(
-        _: Any, health: Health, _probes: Any, registry: CollectorRegistry, _on_drop: OnDrop
-    ) -> AbstractAsyncContextManager[Status]:
-        return SimStatus(process.host, health, registry)
-
     return ProcessEnvironment(
         open_store=lambda spec: world.open_store(),
         open_messaging=lambda spec, on_drop: _HeardMessaging(spec.nats_url, world, on_drop),
-        open_status=status,
+        open_status=lambda host, health: SimStatus(process.host, health, host.registry),
         clock=process.clock,
     )

@@ -161,7 +161,7 @@ class MemoryQueue:
     def incarnation(self) -> int:
         return self._incarnations.number
 
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
         return self._incarnations.watch(callback)
 
     def look(self) -> None:

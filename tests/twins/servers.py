@@ -19,8 +19,9 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StoreUnavailable,
 )
-from dynamo_lite.runtime.messaging import ConnectionWatch, Dispatcher, Handler, OnConnection
-from dynamo_lite.runtime.retry import START_WAIT_S
+from dynamo_lite.runtime.listeners import Listeners
+from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection
+from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -85,7 +86,6 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self.told = False
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
 
     def __aiter__(self) -> "MemoryWatch":
@@ -100,7 +100,6 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def tell(self, event: WatchEvent | None) -> None:
         """None ends the iteration."""
-        self.told = True
         self._events.put_nowait(event)
 
 
@@ -120,7 +119,6 @@ class MemoryStore:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self.now = clock
         self.available = True
-        self._lost_data = False  # since the last resync of the watches
         self._entries: dict[str, _Entry] = {}
         self._leases: dict[int, MemoryLease] = {}
         self._watches: set[MemoryWatch] = set()
@@ -143,7 +141,6 @@ class MemoryStore:
         """Forgets all keys and leases, as an etcd that is started again without its data."""
         self._entries.clear()
         self._leases.clear()
-        self._lost_data = True
         if self.available:
             self._resync()
 
@@ -245,10 +242,8 @@ class MemoryStore:
         return held
 
     def _resync(self) -> None:
-        lost_data, self._lost_data = self._lost_data, False
         for watch in self._watches:
-            entries = self._matching(watch.prefix)
-            watch.tell(Snapshot(entries, lost_data and watch.told))
+            watch.tell(Snapshot(self._matching(watch.prefix)))
 
     def _matching(self, prefix: str) -> dict[str, bytes]:
         keys = sorted(key for key in self._entries if key.startswith(prefix))
@@ -277,7 +272,7 @@ class MemoryMessaging:
 
     def __init__(self) -> None:
         self.connected = True
-        self._watch = ConnectionWatch()
+        self._listeners = Listeners[[bool]]("the connection")
         self._served: dict[str, list[Dispatcher]] = {}
 
     async def __aenter__(self) -> Self:
@@ -290,14 +285,10 @@ class MemoryMessaging:
         """False: calls raise BrokerUnavailable and replies are lost."""
         changed, self.connected = connected != self.connected, connected
         if changed:
-            self._watch.tell(connected)
+            self._listeners.notify(connected)
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
-        return self._watch.watch(callback)
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        await self._watch.wait(lambda: self.connected, timeout_s)
-        self._check_connected()
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
+        return self._listeners.add(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         self._check(subject, payload)
@@ -325,7 +316,7 @@ class MemoryMessaging:
 
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        await self.wait_connected(START_WAIT_S)
+        await retry_while_unavailable(self._await_connected)
         dispatcher = Dispatcher(subject, handler)
         self._served.setdefault(subject, []).append(dispatcher)
         try:
@@ -338,6 +329,9 @@ class MemoryMessaging:
             if not self._served[subject]:
                 del self._served[subject]
             await dispatcher.join()
+
+    async def _await_connected(self) -> None:
+        self._check_connected()
 
     def _check_connected(self) -> None:
         if not self.connected:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from dynamo_lite.disagg.queue.base import QueueConfig
@@ -10,7 +10,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.queue import QueueReading
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.tasks import running
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
 from tests.twins.queue import MemoryQueue
@@ -106,7 +106,7 @@ class Scene:
     async def join(self, writer: int) -> None:
         await register(self.store, endpoint_record(writer, "PrefillWorker", "prefill"))
         self.verdicts[writer] = True, ""
-        beat = HeartbeatPublisher(
+        beat = publish_heartbeats(
             self.decode.messaging,
             namespace=NAMESPACE,
             component="PrefillWorker",
@@ -115,8 +115,8 @@ class Scene:
         )
         self.beats[writer] = asyncio.create_task(self._live(writer, beat))
 
-    async def _live(self, writer: int, beat: HeartbeatPublisher) -> None:
-        async with running(beat.run(), name="beat"):
+    async def _live(self, writer: int, beat: Coroutine[Any, Any, None]) -> None:
+        async with running(beat, name="beat"):
             while True:
                 await asyncio.sleep(HELD.for_s / 3)
                 for attempt in list(self.held.get(writer, ())):

@@ -1,5 +1,6 @@
 """The Grafana dashboard asks for metrics and labels that processes really have."""
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.planner.planner import PlannerMetrics
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats
-from dynamo_lite.runtime.process.host import add_gauges
+from dynamo_lite.runtime.process.host import add_metrics
 from dynamo_lite.serve.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,
@@ -49,13 +50,15 @@ _WORD = re.compile(r"[a-zA-Z_]\w*")
 
 def registries() -> Iterator[CollectorRegistry]:
     """As the components fill theirs."""
-    process: Any = SimpleNamespace(remaining_s=lambda: 0.0, connected=True)
+    process: Any = SimpleNamespace(
+        remaining_s=lambda: 0.0, connected=True, watch_connection=contextlib.nullcontext
+    )
     spec = process_spec("C", nats_url="nats://x")
     frontend, decode, planner = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     picker: Any = SimpleNamespace(choices=Counter(), prompt_tokens=0, matched_tokens=0)
     frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission(Limits())))
     frontend.register(RouterMetrics(picker))
-    add_gauges(frontend, spec, process, process)
+    add_metrics(frontend, spec, process, process)
     RemotePrefillMetrics(decode)
     StatusGauges(decode, DECODE_GAUGES)
     PlannerMetrics(planner)

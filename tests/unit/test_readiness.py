@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
+from dynamo_lite.runtime.process.readiness import liveness, readiness
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
@@ -125,7 +125,9 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"app"})
 
-    client = TestClient(Probed(app, Probes(lambda: answers["live"], lambda: answers["ready"])))
+    client = TestClient(
+        Probed(app, {"/live": lambda: answers["live"], "/ready": lambda: answers["ready"]})
+    )
     assert client.get("/live").status_code == 200
     unready = client.get("/ready")
     assert (unready.status_code, unready.json()) == (503, answers["ready"])

@@ -10,7 +10,7 @@ from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.serve.services.frontend.rotation import Rotation
 from tests.builders import endpoint_record, loop_time, register
@@ -70,14 +70,14 @@ class Frontend:
         await self.store.delete(endpoint_key("t", "W", "generate", lease_id))
 
     def start(self, lease_id: int) -> None:
-        beat = HeartbeatPublisher(
+        beat = publish_heartbeats(
             self.messaging,
             namespace="t",
             component="W",
             lease_id=lease_id,
             verdict=lambda: (True, ""),
         )
-        self.beats[lease_id] = asyncio.create_task(beat.run())
+        self.beats[lease_id] = asyncio.create_task(beat)
 
     async def stop(self, lease_id: int) -> float:
         task = self.beats[lease_id]

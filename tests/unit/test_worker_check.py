@@ -8,7 +8,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.members.health import SECOND_LOOK_S, SILENT_S, HealthMonitor
+from dynamo_lite.runtime.members.health import SILENT_S, HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck, check_workers
 from tests.builders import endpoint_record, register
@@ -53,7 +53,7 @@ class Scene:
 
 
 async def silence() -> None:
-    await asyncio.sleep(SILENT_S + SECOND_LOOK_S + 0.1)
+    await asyncio.sleep(SILENT_S + 0.3)
 
 
 @virtual

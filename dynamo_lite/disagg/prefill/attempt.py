@@ -43,6 +43,7 @@ from dynamo_lite.runtime.claim_cells import ClaimCells, OpenCell
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -252,8 +253,9 @@ class JobAttempt:
         )
         subject = names.done_subject(parts.namespace, request.engine_id)
         try:
-            await parts.messaging.wait_connected(_REPORT_S)
-            await parts.messaging.publish(subject, encode(done))
+            await retry_while_unavailable(
+                lambda: parts.messaging.publish(subject, encode(done)), within_s=_REPORT_S
+            )
         except Unavailable as exc:
             self._log("its end could not be reported", str(exc))
 

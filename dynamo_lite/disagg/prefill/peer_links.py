@@ -120,12 +120,9 @@ class PeerLinks:
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
-            case Snapshot(entries, lost_data):
-                listed = {key.removeprefix(self._prefix): value for key, value in entries.items()}
-                for engine_id in [] if lost_data else self._links.keys() - listed.keys():
-                    self._deleted(engine_id)
-                for engine_id, value in sorted(listed.items()):
-                    self._add(engine_id, value)
+            case Snapshot(entries):  # what is missing may come back, or its member leaves
+                for key, value in sorted(entries.items()):
+                    self._add(key.removeprefix(self._prefix), value)
             case Put(key, value):
                 self._add(key.removeprefix(self._prefix), value)
             case Delete(key):

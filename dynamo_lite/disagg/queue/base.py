@@ -108,7 +108,7 @@ class PrefillQueue(Protocol):
         when it is connected again after an outage."""
         ...
 
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
         """Calls `callback` in the event loop after `incarnation` has increased, while the context
         lasts. A push may be in progress then, and may go into the new queue."""
         ...
@@ -184,6 +184,6 @@ class Incarnations:
         self.number += 1
         self._listeners.notify()
 
-    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
         """Calls `callback` after each increase of `number` while the context lasts."""
         return self._listeners.add(callback)

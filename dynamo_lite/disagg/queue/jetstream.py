@@ -84,7 +84,7 @@ class JetStreamQueue:
     def incarnation(self) -> int:
         return self._incarnations.number
 
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
         return self._incarnations.watch(callback)
 
     async def __aenter__(self) -> Self:

@@ -12,7 +12,8 @@ time in which the host was suspended. etcd grants whole seconds, and no less tha
 its election timeouts. That may be more than was asked for, but others count on what was asked for.
 
 A store that has lost its data, or was restored from a backup, does not know the lease either.
-In this case the lease was not revoked, so this process grants the same id again.
+In this case the lease was not revoked, so this process grants the same id again, as it does with
+a lease that has no key yet: no operator sees that one.
 """
 
 import asyncio
@@ -64,12 +65,9 @@ class EtcdLease:
         #: As `_lost`, for the thread.
         self._ended = asyncio.Event()
         self._refreshing = asyncio.Lock()
-        #: What to read of the past, and the key and revision that were read there.
-        self._witness: tuple[Any, tuple[bytes, int]] | None = None
-        self._granted_again = False
-        self._had_keys = False
-        #: It was granted again, and its owner has not put a key back since.
-        self._keys_lost = False
+        #: The key that was put last under the lease, and its revision: a mark in the history of the
+        #: store that granted it. None until there is one.
+        self._mark: tuple[bytes, int] | None = None
 
     def __repr__(self) -> str:
         state = self._loss.value if self._loss else f"{self.remaining_s():.1f} s left"
@@ -95,9 +93,9 @@ class EtcdLease:
         return self.loss
 
     def holds(self, key: bytes, revision: int) -> None:
-        """`key` was put under this lease at `revision`: a mark in the store's history."""
+        """`key` was put under this lease at `revision`."""
         if self._loss is None:
-            self._portal.start_task_soon(self._note_key, key, revision)
+            self._portal.start_task_soon(setattr, self, "_mark", (key, revision))
 
     def end(self, loss: LeaseLoss) -> None:
         """Marks the lease as lost. Only the first reason counts."""
@@ -181,108 +179,56 @@ class EtcdLease:
         if left_s <= 0:
             return True
         try:
-            # One at a time: otherwise a call that sees the wiped store, while another one has
-            # just granted the lease again, would find no witness and report a revocation.
+            # One at a time: another one may have just granted the lease again.
             async with asyncio.timeout(left_s), self._refreshing:
                 asked_at = self._boottime()
                 reply = await client.call(lambda: client.refresh_lease(self.id))
                 if reply is None:
                     return False
                 if reply.TTL <= 0:
-                    return await self._on_unknown(reply.header)
+                    return await self._on_unknown()
         except _OUT_OF_REACH as exc:
             logger.debug("lease %x was not refreshed: %s", self.id, exc)
             return False
         self.deadline = max(self.deadline, asked_at + min(self.ttl_s, reply.TTL))
-        written = reply.header.revision > self._revision
-        self._revision = max(self._revision, reply.header.revision)
-        if written and self._witness is None:  # the store was empty at the grant
-            await self._mark()
         return True
 
     async def _grant(self, ttl_s: float) -> None:
-        """Asks for the lease, and records in which store's history, and where, it was granted."""
         client, asked_at = self._client, self._boottime()
         assert client is not None
-        # Not `client.lease`: its result hides the store's revision.
-        request = rpc.LeaseGrantRequest(ID=self.id, TTL=math.ceil(ttl_s))
-        granted = await client.call(
-            lambda: client.leasestub.LeaseGrant(
-                request, timeout=client.timeout_s, metadata=client.metadata
-            )
-        )
-        self.id, self.ttl_s = granted.ID, min(ttl_s, granted.TTL)
+        granted = await client.call(lambda: client.lease(math.ceil(ttl_s), self.id))
+        self.id, self.ttl_s = granted.id, min(ttl_s, granted.ttl)
         self.deadline = max(self.deadline, asked_at + self.ttl_s)
-        self._cluster: int = granted.header.cluster_id
-        self._revision: int = granted.header.revision
-        self._witness = None
-        await self._mark()
+        self._mark = None
 
-    async def _mark(self) -> None:
-        """Remembers which key is the newest of the store now, as a mark in its history.
-
-        It serves until the lease has a key of its own (`holds`). Without a mark, a wiped store
-        that is already past the lease's revision looks like one in which the lease was revoked.
-        """
-        assert self._client is not None
-        # A backup from before the grant lacks the revision, or has another newest key there.
-        try:
-            reply = await self._client.range(_newest_at(0))
-        except _OUT_OF_REACH as exc:
-            logger.debug("lease %x has no mark in the store's history: %s", self.id, exc)
-            return
-        for kv in reply.kvs:
-            if self._witness is None and reply.header.revision >= self._revision:
-                then = _newest_at(reply.header.revision)
-                self._witness = (then, (kv.key, kv.mod_revision))
-
-    def _note_key(self, key: bytes, revision: int) -> None:
-        self._witness = (_key_at(key, revision), (key, revision))
-        self._had_keys, self._keys_lost = True, False
-        self._revision = max(self._revision, revision)
-
-    async def _on_unknown(self, header: Any) -> bool:
+    async def _on_unknown(self) -> bool:
         """etcd does not know the lease: it was revoked, or etcd was wiped."""
-        if not await self._was_wiped(header):
+        if await self._was_revoked():
             self._give_up(LeaseLoss.REVOKED)
             return True
-        try:
+        with contextlib.suppress(aetcd.DuplicateLeaseError):  # an earlier call had no answer
             await self._grant(self.ttl_s)
-        except rpc.AioRpcError as exc:
-            if status(exc) is rpc.StatusCode.FAILED_PRECONDITION:
-                return False  # it exists: an earlier call was applied, and had no answer
-            raise
-        logger.warning("etcd has lost its data; lease %x was granted again", self.id)
-        self._granted_again, self._keys_lost = True, self._had_keys
-        return True
+            logger.warning("etcd did not know lease %x, which was granted again", self.id)
+        return False
 
-    async def _was_wiped(self, header: Any) -> bool:
-        """Whether the store's history is not the one in which the lease was granted.
+    async def _was_revoked(self) -> bool:
+        """Whether the store has the history in which the lease had keys. Until it has one no
+        process sees this lease, so none has revoked it.
 
-        The revision alone is not reliable: a wiped store may already be past it, and one
-        member of several may lag behind the others. A mark that is another process's key is not
-        reliable in a store that was wiped just now: wiped once more, it may be filled by the same
-        puts. Until its keys are back no process sees this lease, so none has revoked it.
+        Revisions alone are not reliable: a wiped store may already be past that of the keys.
         """
-        if self._keys_lost:
-            return True
-        went_back = header.cluster_id != self._cluster or header.revision < self._revision
-        witness, client = self._witness, self._client
+        client, mark = self._client, self._mark
         assert client is not None
+        if mark is None:
+            return False
+        key, revision = mark
         try:
-            reply = await client.range(witness[0] if witness else _key_at(b"\0", self._revision))
+            reply = await client.range(rpc.RangeRequest(key=key, revision=revision, keys_only=True))
         except rpc.AioRpcError as exc:
-            match status(exc):
-                case rpc.StatusCode.OUT_OF_RANGE:  # not yet written, or compacted
-                    return went_back or is_future_revision(exc)
-                case rpc.StatusCode.PERMISSION_DENIED:
-                    return went_back
-                case _:
-                    raise
-        if witness is None:
-            # The store was empty at the grant. One that was wiped just now may be wiped again.
-            return header.cluster_id != self._cluster or self._granted_again
-        return [(kv.key, kv.mod_revision) for kv in reply.kvs] != [witness[1]]
+            if status(exc) is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
+                return not is_future_revision(exc)
+            raise
+        return [(kv.key, kv.mod_revision) for kv in reply.kvs] == [mark]
 
 
 @contextlib.asynccontextmanager
@@ -317,23 +263,3 @@ def _log_failure(kept: Future[None]) -> None:
     """Logs that the lease is not refreshed any more, and will expire."""
     if not kept.cancelled() and (failure := kept.exception()) is not None:
         logger.error("the lease is not refreshed any more and will expire", exc_info=failure)
-
-
-def _key_at(key: bytes, revision: int) -> Any:
-    return rpc.RangeRequest(key=key, revision=revision, keys_only=True)
-
-
-def _newest_at(revision: int) -> Any:
-    """The newest key of a revision; 0: of the present one.
-
-    Other puts repeat its name and revision more easily than that there was no newer key later.
-    """
-    return rpc.RangeRequest(
-        key=b"\0",
-        range_end=b"\0",
-        revision=revision,
-        limit=1,
-        keys_only=True,
-        sort_order=rpc.RangeRequest.DESCEND,
-        sort_target=rpc.RangeRequest.MOD,
-    )

@@ -1,10 +1,8 @@
-"""A watch on a prefix that resumes after a disconnect, without lost or repeated events.
+"""A watch on a prefix that goes on after a disconnect.
 
 It lists the prefix at revision r, then watches from r+1. etcd's own watches end with the
 connection, ignore a start revision in the future (of a wiped server), and cannot replay
-compacted revisions. So on every new connection this watch compares the prefix as of the last
-seen revision with the events that it has given. If they are equal, it continues from there.
-Otherwise it gives a new `Snapshot`.
+compacted revisions. So this watch lists the prefix again on every new connection.
 """
 
 import asyncio
@@ -16,7 +14,7 @@ from typing import Any
 from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
-from dynamo_lite.runtime.etcd.client import EtcdClient, is_future_revision
+from dynamo_lite.runtime.etcd.client import EtcdClient
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
@@ -45,18 +43,11 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         self._prefix = prefix.encode()
         self._end = prefix_end(self._prefix) if prefix else b"\0"
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
-        #: Revision of the last change and digest of the value, by key, as of the events given so
-        #: far. A store that was wiped gives the same revisions again, to other values.
-        self._known: dict[bytes, tuple[int, int]] = {}
-        #: The revision of the last event; 0 when the prefix must be listed first.
-        self._revision = 0
-        #: Whether the store has lost data since the last event.
-        self._lost_data = False
         self._broken = False
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"EtcdWatch({self._prefix.decode()!r}, revision={self._revision})"
+        return f"EtcdWatch({self._prefix.decode()!r})"
 
     def __aiter__(self) -> "EtcdWatch":
         return self
@@ -80,10 +71,9 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                if not await self._history_holds():
-                    await self._list()
+                revision = await self._list()
                 pause_s = _FIRST_PAUSE_S
-                await self._follow()
+                await self._follow(revision)
             except _UNREACHABLE as exc:
                 self._note_broken(exc)
             except asyncio.CancelledError:
@@ -93,84 +83,48 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
                     raise
             except Exception:
                 logger.exception("watch on %s failed; listing it again", self._prefix.decode())
-                self._revision = 0
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _history_holds(self) -> bool:
-        """Whether the store's content at the last seen revision is what this watch has given."""
-        if not self._revision:
-            return False
-        try:
-            reply = await self._range(revision=self._revision)
-        except rpc.AioRpcError as exc:
-            if exc.code() is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
-                self._lost_data = is_future_revision(exc)
-                return False
-            raise
-        holds = {kv.key: _version(kv) for kv in reply.kvs} == self._known
-        self._lost_data = not holds
-        return holds
-
-    async def _list(self) -> None:
-        reply = await self._range()
-        lost_data = self._lost_data or reply.header.revision < self._revision
-        self._known = {kv.key: _version(kv) for kv in reply.kvs}
-        self._revision = reply.header.revision
-        entries = {_text(kv.key): kv.value for kv in reply.kvs}
-        self._lost_data = False
-        await self._events.put(Snapshot(entries, lost_data))
-
-    async def _range(self, *, revision: int = 0) -> Any:
-        request = rpc.RangeRequest(
-            key=self._prefix or b"\0", range_end=self._end, revision=revision
+    async def _list(self) -> int:
+        """Gives a Snapshot. Returns its revision."""
+        reply = await self._client.range(
+            rpc.RangeRequest(key=self._prefix or b"\0", range_end=self._end)
         )
-        return await self._client.range(request)
+        await self._events.put(Snapshot({_text(kv.key): kv.value for kv in reply.kvs}))
+        return reply.header.revision
 
-    async def _follow(self) -> None:
-        """Gives events until the stream must be opened again."""
+    async def _follow(self, revision: int) -> None:
+        """Gives the events after `revision` until the prefix must be listed again."""
         # With a request iterator gRPC would keep a task of its own for this call.
         metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
         call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
         try:
             async with asyncio.timeout(self._client.timeout_s):
-                await call.write(self._request())
+                await call.write(self._request(revision + 1))
                 response = await call.read()
             while response is not EOF:
                 if response.canceled:
                     await self._on_refused(response)
                     return
                 self._note_healthy()
-                await self._give(response.events)
+                for event in response.events:
+                    key = _text(event.kv.key)
+                    put = event.type == rpc.Event.PUT
+                    await self._events.put(Put(key, event.kv.value) if put else Delete(key))
                 response = await call.read()
         finally:
             call.cancel()
 
-    def _request(self) -> Any:
+    def _request(self, start_revision: int) -> Any:
         return rpc.WatchRequest(
             create_request=rpc.WatchCreateRequest(
-                key=self._prefix or b"\0",
-                range_end=self._end,
-                start_revision=self._revision + 1,
+                key=self._prefix or b"\0", range_end=self._end, start_revision=start_revision
             )
         )
 
-    async def _give(self, events: Any) -> None:
-        for event in events:
-            key = event.kv.key
-            if event.type == rpc.Event.PUT:
-                self._known[key] = _version(event.kv)
-                await self._events.put(Put(_text(key), event.kv.value))
-            else:
-                self._known.pop(key, None)
-                await self._events.put(Delete(_text(key)))
-        if events:
-            # Set per response: one revision may have several events.
-            self._revision = events[-1].kv.mod_revision
-
     async def _on_refused(self, response: Any) -> None:
         if response.compact_revision:
-            self._revision = 0
             return
         logger.error(
             "etcd refuses the watch on %s, retrying: %s",
@@ -200,10 +154,6 @@ async def open_watch(client: EtcdClient, prefix: str) -> AsyncIterator[EtcdWatch
             yield watch
     finally:
         watch.close()
-
-
-def _version(kv: Any) -> tuple[int, int]:
-    return kv.mod_revision, hash(kv.value)
 
 
 def _text(key: bytes) -> str:

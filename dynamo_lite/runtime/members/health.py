@@ -26,11 +26,13 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: A member without a heartbeat for this long is suspected,
-SILENT_S = 3.0
-#: and marked unhealthy if there is still none this much later. This process itself may have
-#: been delayed or disconnected; heartbeats in its own buffers are read in this time.
+#: A member without a heartbeat for this long is unhealthy.
+SILENT_S = 4.0
+#: After a delay of this process none is marked for this long: heartbeats in its own buffers are
+#: read in this time.
 SECOND_LOOK_S = 1.0
+#: How often missing heartbeats are looked for.
+_LOOK_S = 0.2
 
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
@@ -88,6 +90,8 @@ class HealthMonitor:
         self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
         self._timer: asyncio.TimerHandle | None = None
+        #: No member is marked as silent before.
+        self._trusted_until = 0.0
         self._stack = contextlib.AsyncExitStack()
         self._dropped: Counter | None = None
         if registry is not None:
@@ -153,7 +157,8 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._disarm)
+            self._look(self._now())
+            stack.callback(self._stop_looking)
             stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
@@ -164,6 +169,10 @@ class HealthMonitor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -209,7 +218,6 @@ class HealthMonitor:
             member.well_at = self._now()
         if member.responsive and not before:
             logger.info("worker %x is healthy again", lease_id)
-            self._arm()
             self._listeners.notify(frozenset({lease_id}), frozenset())
         elif before and not member.responsive:
             logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
@@ -221,56 +229,29 @@ class HealthMonitor:
             self._members.pop(lease_id, None)
         for lease_id in joined:
             self._members[lease_id] = MemberHealth(self._now())
-        self._arm()
 
     def _on_connection(self, connected: bool) -> None:
-        self._disarm()
         if connected:
             for member in self._members.values():
                 member.well_at = self._now()
-            self._arm()
 
-    # Missing heartbeats: one timer, for the next member whose timeout ends
+    # Missing heartbeats
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self) -> None:
-        """A running timer is never too late: a new heartbeat only moves its member to the end."""
-        if self._timer is not None or not self._messaging.connected:
+    def _look(self, due: float) -> None:
+        """Marks the members that are silent."""
+        now = self._now()
+        self._timer = asyncio.get_running_loop().call_at(now + _LOOK_S, self._look, now + _LOOK_S)
+        if now > due + SECOND_LOOK_S / 2:
+            self._trusted_until = now + SECOND_LOOK_S
+        if not self._messaging.connected or now < self._trusted_until:
             return
-        well = [member.well_at for member in self._members.values() if member.responsive]
-        if well:
-            self._call(max(min(well) + SILENT_S, self._now()), self._suspect)
-
-    def _call(self, due: float, what: Callable[[float], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_at(due, what, due)
-
-    def _suspect(self, _due: float) -> None:
-        self._timer = None
-        if self._overdue(SILENT_S):
-            self._call(self._now() + SECOND_LOOK_S, self._judge)
-        else:
-            self._arm()
-
-    def _judge(self, due: float) -> None:
-        """Marks the members unhealthy that are still silent `SECOND_LOOK_S` after the suspicion."""
-        self._timer = None
-        if self._now() > due + SECOND_LOOK_S / 2:
-            return self._suspect(due)  # this process was delayed: check again
-        silent = self._overdue(SILENT_S + SECOND_LOOK_S)
-        if silent:
-            self._known = None
+        silent = frozenset(
+            i for i, m in self._members.items() if m.responsive and now - m.well_at >= SILENT_S
+        )
+        if not silent:
+            return
+        self._known = None
         for lease_id in silent:
             self._members[lease_id].silent = True
             logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
-        self._arm()
-        if silent:
-            self._listeners.notify(frozenset(), silent)
-
-    def _overdue(self, limit_s: float) -> frozenset[int]:
-        # The same sum as for the timer: with another rounding it would fire in a loop.
-        now, members = self._now(), self._members.items()
-        return frozenset(i for i, m in members if m.responsive and m.well_at + limit_s <= now)
+        self._listeners.notify(frozenset(), silent)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 
 from dynamo_lite.protocol import names
@@ -9,7 +10,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tasks import all_of
 
 HEARTBEAT_PERIOD_S = 1.0
 
@@ -17,36 +17,21 @@ HEARTBEAT_PERIOD_S = 1.0
 HealthVerdict = tuple[bool, str]
 
 
-class HeartbeatPublisher:
-    """Publishes one worker's heartbeats: `run` is the body of a task, and returns after `stop`."""
-
-    def __init__(
-        self,
-        messaging: Messaging,
-        *,
-        namespace: str,
-        component: str,
-        lease_id: int,
-        verdict: Callable[[], HealthVerdict],
-    ):
-        self._messaging, self._lease_id = messaging, lease_id
-        self._subject = names.health_subject(namespace, component)
-        self._verdict = verdict
-        self._stopped = asyncio.Event()
-
-    async def run(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            ok, detail = self._verdict()
-            heartbeat = Heartbeat(
-                lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512]
-            )
-            number += 1
-            # Without a broker no process expects heartbeats.
-            with contextlib.suppress(Unavailable):
-                await self._messaging.publish(self._subject, encode(heartbeat))
-            await all_of([self._stopped], HEARTBEAT_PERIOD_S)
-
-    def stop(self) -> None:
-        """Stops heartbeats. From now on only the worker's registration counts."""
-        self._stopped.set()
+async def publish_heartbeats(
+    messaging: Messaging,
+    *,
+    namespace: str,
+    component: str,
+    lease_id: int,
+    verdict: Callable[[], HealthVerdict],
+) -> None:
+    """Publishes one worker's heartbeats until it is cancelled. From then on only the worker's
+    registration counts."""
+    subject = names.health_subject(namespace, component)
+    for number in itertools.count():
+        ok, detail = verdict()
+        heartbeat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail=detail[:512])
+        # Without a broker no process expects heartbeats.
+        with contextlib.suppress(Unavailable):
+            await messaging.publish(subject, encode(heartbeat))
+        await asyncio.sleep(HEARTBEAT_PERIOD_S)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
@@ -24,8 +24,8 @@ Members = tuple[EndpointRecord, ...]
 #: Takes the lease ids that have joined and those that have left.
 OnChange = Callable[[frozenset[int], frozenset[int]], None]
 
-#: How long members are kept after the store lost its data. Processes put their keys back as
-#: soon as they detect the loss.
+#: How long members are kept that are missing after a reconnect: the store may have lost its data.
+#: Processes put their keys back as soon as they detect that.
 _RETURN_S = 5.0
 
 
@@ -34,8 +34,8 @@ class Roster:
 
     Malformed records, records at a key of another member, and members whose version does not fit
     are logged, counted and skipped.
-    While the store is unavailable the last known members stay. When the store has lost its
-    data, they stay for some seconds, in which they put their keys back.
+    While the store is unavailable the last known members stay, and for some seconds afterwards, in
+    which they put their keys back if the store has lost its data.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Roster:
         self._members: Members = ()
         self._by_lease: dict[int, EndpointRecord] = {}
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
-        self._changed = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -74,21 +73,10 @@ class Roster:
     def get(self, lease_id: int) -> EndpointRecord | None:
         return self._by_lease.get(lease_id)
 
-    def on_change(self, callback: OnChange) -> AbstractContextManager[None]:
+    def on_change(self, callback: OnChange) -> AbstractContextManager[object]:
         """Calls `callback` in the event loop after each join or leave, with `members` updated,
         until the returned context is left."""
         return self._listeners.add(callback)
-
-    async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
-        """Returns the members once `accept(members)`. Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not accept(self._members):
-                    changed = self._changed
-                    await changed.wait()
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"members of {self._prefix}", timeout_s) from exc
-        return self._members
 
     async def __aenter__(self) -> Self:
         """Raises StoreUnavailable when the first listing does not come in time."""
@@ -111,16 +99,14 @@ class Roster:
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
-            case Snapshot(entries, lost_data):
+            case Snapshot(entries):
                 listed = {
                     key: record
                     for key, value in entries.items()
                     if (record := self._parse(key, value)) is not None
                 }
-                if lost_data:
-                    self._keep_lost_keys()
-                self._lost_keys -= entries.keys()
-                kept = {key: self._records[key] for key in self._lost_keys}
+                kept = {key: old for key, old in self._records.items() if key not in entries}
+                self._doubt(set(kept))
                 self._records = {**kept, **listed}
             case Put(key, value):
                 self._lost_keys.discard(key)
@@ -150,12 +136,13 @@ class Roster:
             return None
         return record
 
-    def _keep_lost_keys(self) -> None:
-        """Keeps all members for a few seconds although the store does not have them."""
-        self._lost_keys = set(self._records)
+    def _doubt(self, keys: set[str]) -> None:
+        """Removes these members after some seconds, unless the store has them again."""
+        self._lost_keys = keys
         self._forget_timer()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_RETURN_S, self._remove_lost_keys)
+        if keys:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_RETURN_S, self._remove_lost_keys)
 
     def _remove_lost_keys(self) -> None:
         for key in self._lost_keys:
@@ -176,8 +163,6 @@ class Roster:
         self._members = members
         # A process may have several keys: `get` returns its first record.
         self._by_lease = by_lease = {member.lease_id: member for member in reversed(members)}
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
         after = by_lease.keys()
         joined, left = frozenset(after - before), frozenset(before - after)
         if joined or left:

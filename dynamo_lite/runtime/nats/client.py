@@ -25,9 +25,9 @@ It works around these faults of nats-py:
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from pathlib import Path
-from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from nats import errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
@@ -38,6 +38,8 @@ from nats.protocol.command import unsub_cmd
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
+
+T = TypeVar("T")
 
 _PERMISSIONS = "permissions violation"
 
@@ -52,10 +54,6 @@ class PersistentClient(Client):
     """Use it with endless reconnects. After `close` it cannot be connected again."""
 
     _ended = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tried_at: dict[str, float] = {}  # server -> by the loop's clock
 
     async def _process_err(self, err_msg: str) -> None:
         if is_forbidden(err_msg):
@@ -92,31 +90,8 @@ class PersistentClient(Client):
             await self._error_cb(ProtocolError(f"malformed headers: {exc!r}"))
             return None
 
-    async def _request_new_style(
-        self,
-        subject: str,
-        payload: bytes,
-        timeout: float = 1,
-        headers: dict[str, Any] | None = None,
-    ) -> Msg:
-        """As nats-py's, but awaits the reply without `asyncio.wait_for`, which loses cancels."""
-        if self.is_draining_pubs:
-            raise errors.ConnectionDrainingError
-        if not self._resp_sub_prefix:
-            await self._init_request_sub()
-        assert self._resp_sub_prefix is not None
-        token = (self._nuid.next() + token_hex(2).encode()).decode()
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._resp_map[token] = answer
-        try:
-            inbox = self._resp_sub_prefix.decode() + token
-            await self.publish(subject, payload, reply=inbox, headers=headers)
-            async with asyncio.timeout(timeout):
-                return await answer
-        except TimeoutError as exc:
-            raise errors.TimeoutError from exc
-        finally:
-            self._resp_map.pop(token, None)
+    async def _request_new_style(self, *args: Any, **options: Any) -> Msg:
+        return await _keeping_cancels(super()._request_new_style(*args, **options))
 
     def _read_creds_user_jwt(self, creds: Any) -> bytearray:
         return user_jwt(Path(creds))
@@ -132,47 +107,22 @@ class PersistentClient(Client):
             raise errors.Error(f"its key cannot be used: {type(exc).__name__}") from exc
 
     async def flush(self, *args: Any, **options: Any) -> None:
-        task, before = _cancels()
-        await super().flush(*args, **options)
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
+        await _keeping_cancels(super().flush(*args, **options))
 
     async def _flush_pending(self, *args: Any, **options: Any) -> Any:
-        task, before = _cancels()
-        flushed = await super()._flush_pending(*args, **options)
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
-        return flushed
+        return await _keeping_cancels(super()._flush_pending(*args, **options))
 
     async def _attempt_reconnect(self) -> None:
         self._abort_transport()
         await super()._attempt_reconnect()
-
-    async def _select_next_server(self) -> None:
-        """As nats-py's, which looks at the machine's clock instead of the loop's."""
-        while True:
-            server = self._server_pool.pop(0)
-            self._server_pool.append(server)
-            pause_s = self.options["reconnect_time_wait"]
-            tried_at = self._tried_at.get(server.uri.netloc)
-            if tried_at is not None and asyncio.get_running_loop().time() < tried_at + pause_s:
-                await asyncio.sleep(pause_s)
-            # Before the attempt: one that fails at once must not be repeated without a pause.
-            self._tried_at[server.uri.netloc] = asyncio.get_running_loop().time()
-            try:
-                await self._connect_to_server(server)
-            except Exception as exc:
-                self._err = exc
-                await self._error_cb(exc)
-            else:
-                self._current_server = server
-                return
 
     async def _connect_to_server(self, s: Any) -> None:
         if self._ended:
             # `close` only cancels this task. On Python 3.11 a cancel that comes together
             # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
+        # nats-py does so after a failure only; one that breaks later must not be tried in a loop.
+        s.last_attempt = asyncio.get_running_loop().time()
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
             if task is not None:  # of a connection that broke before it was used
                 task.cancel()
@@ -223,9 +173,12 @@ def drop(subscription: Subscription) -> None:
             client._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
 
-def _cancels() -> tuple[asyncio.Task[Any], int]:
-    """The current task, and how often it was cancelled so far. If that number has grown after a
-    call of nats-py returns, the call has lost a cancel."""
+async def _keeping_cancels(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call of nats-py. Raises CancelledError if it has lost a cancel."""
     task = asyncio.current_task()
     assert task is not None
-    return task, task.cancelling()
+    before = task.cancelling()
+    result = await call
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result

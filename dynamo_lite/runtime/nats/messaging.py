@@ -21,14 +21,9 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.messaging import (
-    ConnectionWatch,
-    Dispatcher,
-    Handler,
-    OnConnection,
-    SendReply,
-)
+from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection, SendReply
 from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
@@ -61,7 +56,7 @@ class NatsMessaging:
         self._connect_timeout_s = connect_timeout_s
         self._client: Client | None = None
         self._outage = False
-        self._watch = ConnectionWatch()
+        self._listeners = Listeners[[bool]]("the connection")
         self._refusals: asyncio.Queue[str] = asyncio.Queue()
         self._log_limit = LogLimit()
 
@@ -77,7 +72,8 @@ class NatsMessaging:
 
     @property
     def connected(self) -> bool:
-        return self._client is not None and self._client.is_connected
+        # nats-py counts as connected before it has sent the subscriptions again.
+        return self._client is not None and self._client.is_connected and not self._outage
 
     @property
     def clustered(self) -> bool:
@@ -89,13 +85,8 @@ class NatsMessaging:
         """Whether the server has users. Raises BrokerUnavailable, as `client`."""
         return bool(self.client._server_info.get("auth_required"))  # pyright: ignore[reportPrivateUsage]
 
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
-        return self._watch.watch(callback)
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        # nats-py counts as connected before it has sent the subscriptions again.
-        await self._watch.wait(lambda: self.connected and not self._outage, timeout_s)
-        self._check_connected()
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
+        return self._listeners.add(callback)
 
     async def __aenter__(self) -> Self:
         """Raises StartupError on a timeout, or when all servers refuse the connection."""
@@ -246,12 +237,12 @@ class NatsMessaging:
             self._outage = True
             logger.warning("NATS at %s: disconnected; reconnecting", self._url)
         # Again for a connection that is lost before it was reported: listeners may use it already.
-        self._watch.tell(False)
+        self._listeners.notify(False)
 
     async def _on_reconnected(self) -> None:
         self._outage = False
         logger.info("NATS at %s: reconnected", self._url)
-        self._watch.tell(True)
+        self._listeners.notify(True)
 
 
 async def _unsubscribe(subscription: Subscription, dispatcher: Dispatcher) -> None:

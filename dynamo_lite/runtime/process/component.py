@@ -127,7 +127,7 @@ class Host:
         #: Of this component; None: it has none.
         self.certificates = certificates
         self.status_url = ""
-        self.probes: Probes | None = None
+        self.probes: Probes = {}
         self._report = report
         self._stop = stop
         self._endpoints: list[str] = []
@@ -181,13 +181,11 @@ class Host:
         self._endpoints.append(key)
         return record
 
-    async def deregister(self) -> bool:
-        """Deletes the registrations of all endpoints. Returns what `HeldKeys.release` does."""
-        endpoints = tuple(self._endpoints)
-        gone = await self.keys.release(*endpoints)
-        if gone:
-            self._endpoints = [key for key in self._endpoints if key not in endpoints]
-        return gone
+    async def deregister(self) -> None:
+        """Deletes the registrations of all endpoints; see `HeldKeys.release`."""
+        endpoints, self._endpoints = self._endpoints, []
+        if endpoints:
+            await self.keys.release(*endpoints)
 
     def progress(self, text: str) -> None:
         """Has the supervisor print a line: what the start is doing, or what is wrong."""

@@ -4,7 +4,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    nullcontext,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +33,7 @@ from dynamo_lite.runtime.messaging import Messaging, NoBroker
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
-from dynamo_lite.runtime.process.readiness import ProbeBody, Probes, liveness, readiness
+from dynamo_lite.runtime.process.readiness import ProbeBody, liveness, readiness
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
@@ -41,7 +46,7 @@ from dynamo_lite.runtime.process.stop import (
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing import Tracer, open_tracer
+from dynamo_lite.runtime.tracing import open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +76,17 @@ class ProcessEnvironment:
             NatsMessaging(spec.nats_url, on_drop=on_drop) if spec.nats_url else NoBroker()
         )
     )
-    open_status: Callable[
-        ["Host", Health, Probes, CollectorRegistry, OnDrop],
-        AbstractAsyncContextManager[Status],
-    ] = lambda host, health, probes, registry, on_drop: StatusServer(
-        health,
-        registry,
-        host.spec.bind_host,
-        host.spec.status_port,
-        on_drop=on_drop,
-        probes=probes,
-        vllm_registry=REGISTRY,
-        certificates=host.own_certificates,
+    open_status: Callable[["Host", Health], AbstractAsyncContextManager[Status]] = (
+        lambda host, health: StatusServer(
+            health,
+            host.registry,
+            host.spec.bind_host,
+            host.spec.status_port,
+            on_drop=host.drops,
+            probes=host.probes,
+            vllm_registry=REGISTRY,
+            certificates=host.own_certificates,
+        )
     )
     clock: Clock = SYSTEM_CLOCK
 
@@ -140,7 +144,11 @@ class _Process:
         ProcessCollector(registry=registry)
         environment, drops = self._environment, drop_counter(registry)
         # Closed last: sending the last spans may take seconds, and must delay nothing.
-        tracer = await self._open_tracer(stack)
+        whose, folder = (self._spec.namespace, self._spec.component), self._spec.certificates
+        instance = f"{self._spec.component}-{self._spec.instance}"
+        tracer = await stack.enter_async_context(
+            open_tracer(self._spec.tracing, *whose, instance=instance)
+        )
         store = await stack.enter_async_context(environment.open_store(self._spec))
         messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
@@ -157,38 +165,17 @@ class _Process:
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
-            certificates=self._certificates(),
+            certificates=None if folder is None else Certificates(Path(folder), *whose),
         )
-        self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
-        add_gauges(registry, self._spec, lease, messaging)
-        if self._spec.nats_url:
-            stack.enter_context(_count_reconnects(registry, messaging))
-        status = await stack.enter_async_context(
-            environment.open_status(self.host, self._health, probes, registry, drops)
-        )
+        self.host.probes = {
+            "/live": lambda: liveness(self._facts()),
+            "/ready": self._ready_for_work,
+        }
+        stack.enter_context(add_metrics(registry, self._spec, lease, messaging))
+        status = await stack.enter_async_context(environment.open_status(self.host, self._health))
         self.host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
-
-    def _certificates(self) -> Certificates | None:
-        """Raises ConfigError."""
-        spec = self._spec
-        if spec.certificates is None:
-            return None
-        return Certificates(Path(spec.certificates), spec.namespace, spec.component)
-
-    async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
-        spec = self._spec
-        if spec.tracing is None:
-            return None
-        return await stack.enter_async_context(
-            open_tracer(
-                spec.tracing,
-                namespace=spec.namespace,
-                component=spec.component,
-                instance=f"{spec.component}-{spec.instance}",
-            )
-        )
 
     async def run(self) -> int:
         """Start, wait, drain, close."""
@@ -308,10 +295,10 @@ class _Process:
         return 0.0 if since is None else self.host.clock.monotonic() - since
 
 
-def add_gauges(
+def add_metrics(
     registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
-) -> None:
-    """Registers the metrics that are read from `lease` and `messaging` when they are asked for."""
+) -> AbstractContextManager[object]:
+    """Registers the metrics of every process. Reconnects are counted while the context lasts."""
     # Prometheus adds its own labels to all metrics of a target; these can be joined with them.
     whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
     whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
@@ -322,24 +309,13 @@ def add_gauges(
     )
     remaining.set_function(lease.remaining_s)
     if not spec.nats_url:
-        return
+        return nullcontext()
     connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
     connected.set_function(lambda: float(messaging.connected))
-
-
-def _count_reconnects(
-    registry: CollectorRegistry, messaging: Messaging
-) -> AbstractContextManager[None]:
-    """Counts reconnects while the context lasts. The gauge `dynamo_lite_nats_connected` misses
-    outages between two scrapes."""
+    # The gauge misses outages between two scrapes.
     reconnects = Counter(
         "dynamo_lite_nats_reconnects",
         "How often the connection to NATS was lost and established again.",
         registry=registry,
     )
-
-    def on_connection(connected: bool) -> None:
-        if connected:
-            reconnects.inc()
-
-    return messaging.watch_connection(on_connection)
+    return messaging.watch_connection(lambda connected: reconnects.inc(int(connected)))

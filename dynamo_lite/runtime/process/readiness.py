@@ -6,7 +6,6 @@ state only, without any network request.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dynamo_lite.runtime.messaging import Messaging
@@ -22,22 +21,8 @@ Checks = Mapping[str, str]
 ProbeBody = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Makes the replies of `/live` and `/ready`."""
-
-    live: Callable[[], ProbeBody]
-    ready: Callable[[], ProbeBody]
-
-    def at(self, path: str) -> ProbeBody | None:
-        """None for any other path."""
-        match path:
-            case "/live":
-                return self.live()
-            case "/ready":
-                return self.ready()
-            case _:
-                return None
+#: Path to what makes its reply: `/live` and `/ready`.
+Probes = Mapping[str, Callable[[], ProbeBody]]
 
 
 def answer(checks: Checks) -> ProbeBody:

@@ -5,6 +5,7 @@ only who has a certificate of the graph.
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
@@ -28,7 +29,6 @@ _STOP_S = 1.0
 class StatusServer:
     """Async context manager. `health` returns facts; without `ok` True the status is 503.
 
-    probes: None serves neither `/live` nor `/ready`.
     vllm_registry: where vLLM keeps the metrics of this process; None does not serve
     `/metrics/vllm`. certificates: of this process, for HTTPS; None: HTTP.
     """
@@ -40,11 +40,11 @@ class StatusServer:
         host: str = "127.0.0.1",
         port: int = 0,
         on_drop: OnDrop = uncounted,
-        probes: Probes | None = None,
+        probes: Probes = MappingProxyType({}),
         vllm_registry: CollectorRegistry | None = None,
         certificates: Certificates | None = None,
     ):
-        self._health, self._probes, self._on_drop = health, probes, on_drop
+        self._facts, self._on_drop = {"/health": health, **probes}, on_drop
         self._registries = {"/metrics": registry, VLLM_METRICS: vllm_registry}
         self._host, self._port, self._certificates = host, port, certificates
         self._server: WebServer | None = None
@@ -84,10 +84,9 @@ class StatusServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
             return web.Response(status=405)
-        if request.path == "/health":
-            return _facts(self._health())
-        if self._probes is not None and (facts := self._probes.at(request.path)) is not None:
-            return _facts(facts)
+        if (make := self._facts.get(request.path)) is not None:
+            facts = make()
+            return _json(facts, 200 if facts.get("ok") else 503)
         if (registry := self._registries.get(request.path)) is None:
             return web.Response(status=404)
         if why := self._refusal(request):
@@ -100,10 +99,6 @@ class StatusServer:
         if self._certificates is None:
             return ""
         return self._certificates.refusal(request.get_extra_info("ssl_object"))
-
-
-def _facts(facts: Mapping[str, Any]) -> web.Response:
-    return _json(facts, 200 if facts.get("ok") else 503)
 
 
 def _json(content: Mapping[str, Any], status: int) -> web.Response:

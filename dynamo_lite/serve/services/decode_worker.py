@@ -1,5 +1,6 @@
 """The decode worker: takes requests, and keeps each until its end."""
 
+import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -21,7 +22,6 @@ from dynamo_lite.request_plane.admission import limits
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import VllmWorkerConfig
@@ -51,7 +51,7 @@ class VllmWorker:
         self._traced: TracedGeneration | None = None
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
-        self._heartbeat: HeartbeatPublisher | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
         #: Leases of the prefill workers that may write into its blocks.
@@ -93,7 +93,7 @@ class VllmWorker:
         """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
         locally."""
         if self._heartbeat is not None:
-            self._heartbeat.stop()
+            self._heartbeat.cancel()
         if self._server is not None:
             self._server.refuse_new("this worker is draining")
             logger.info("draining: %d requests in flight are finished", self._server.in_flight)

@@ -16,7 +16,7 @@ from dynamo_lite.disagg.engine import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.members.heartbeat import HealthVerdict, HeartbeatPublisher
+from dynamo_lite.runtime.members.heartbeat import HealthVerdict, publish_heartbeats
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host
 
@@ -156,9 +156,9 @@ class EngineProbe:
 
 def start_heartbeats(
     host: Host, probe: EngineProbe, probing: Coroutine[Any, Any, None]
-) -> HeartbeatPublisher:
+) -> asyncio.Task[None]:
     """Starts heartbeats with the probe's verdict. probing: runs the probe."""
-    heartbeat = HeartbeatPublisher(
+    heartbeats = publish_heartbeats(
         host.messaging,
         namespace=host.spec.namespace,
         component=host.spec.component,
@@ -166,5 +166,4 @@ def start_heartbeats(
         verdict=probe.verdict,
     )
     host.spawn(probing, "engine-probe")
-    host.spawn(heartbeat.run(), "health-beat")
-    return heartbeat
+    return host.spawn(heartbeats, "health-beat")

@@ -14,7 +14,6 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
@@ -44,7 +43,7 @@ class PrefillWorker:
         self._jobs: PrefillJobs | None = None
         self._probe: EngineProbe | None = None
         self._links: PeerLinks | None = None
-        self._heartbeat: HeartbeatPublisher | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
@@ -100,7 +99,7 @@ class PrefillWorker:
         if self._jobs is None:
             return
         if self._heartbeat is not None:
-            self._heartbeat.stop()
+            self._heartbeat.cancel()
         await self._jobs.stop()
         await all_of([self._jobs.idle], timeout_s=grace_s)
 

@@ -148,23 +148,17 @@ class EtcdServer:
     # Keys
 
     def _range(self, request: Any) -> Any:
-        newest_first = request.sort_order == rpc.RangeRequest.DESCEND
-        if request.count_only or newest_first != (request.sort_target == rpc.RangeRequest.MOD):
-            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "count_only, or another order")
+        if request.count_only or request.limit or request.sort_target:
+            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "count_only, a limit or another order")
         if request.revision > self.data.revision:
             raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
         if request.revision and request.revision < self.data.compacted:
             raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
         revision = request.revision or self.data.revision
         found = list(self.data.range(request.key, request.range_end, revision))
-        count = len(found)
-        if newest_first:
-            found.sort(key=lambda kv: -kv.mod_revision)
-        if request.limit:
-            found = found[: request.limit]
         if request.keys_only:
             found = [_without_value(kv) for kv in found]
-        return rpc.RangeResponse(header=self._header(), kvs=found, count=count)
+        return rpc.RangeResponse(header=self._header(), kvs=found, count=len(found))
 
     def _put(self, request: Any) -> Any:
         return self._committed(self._apply_put(request))

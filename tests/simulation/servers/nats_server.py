@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import nats.aio.client
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from tests.simulation.loop.process import SimProcess
@@ -13,6 +15,10 @@ from tests.simulation.servers.jetstream import status
 from tests.simulation.servers.jetstream_api import API, JetStream
 
 T = TypeVar("T")
+
+# nats-py pauses between its attempts by the machine's clock; the loop's may be virtual.
+_LOOP_TIME = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+nats.aio.client.time = _LOOP_TIME  # pyright: ignore
 
 PORT = 4222
 #: For clients; names do not matter in the simulated network.

@@ -125,7 +125,7 @@ class Frontend:
 
     async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
         asgi = await self._with_dashboard(host, app.asgi)
-        served = asgi if host.probes is None else Probed(asgi, host.probes)
+        served = Probed(asgi, host.probes)
         quiet = replace(app.http, quiet_paths=app.http.quiet_paths | {OVERVIEW})
         server = HttpServer(served, sock, quiet, on_drop=host.drops)
         app.state.server = server

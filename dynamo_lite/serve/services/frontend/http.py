@@ -58,7 +58,8 @@ class Probed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
-            if (facts := self._probes.at(scope["path"])) is not None:
+            if (make := self._probes.get(scope["path"])) is not None:
+                facts = make()
                 status = 200 if facts["ok"] else 503
                 return await JSONResponse(facts, status_code=status)(scope, receive, send)
             scope = {**scope, "method": "GET"}
