@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from dynamo_lite.cli.sidecar_command import PROTOCOLS as SIDECAR_PROTOCOLS
 from dynamo_lite.forward import engines as known_engines
+from dynamo_lite.forward import workflow
 from dynamo_lite.forward.engines import EMPTY_LEGS, KnownEngines
 from dynamo_lite.forward.header_placing import MAX_PREFILLERS, HeaderPlacer
 from dynamo_lite.forward.health import EngineMonitor
@@ -200,6 +203,28 @@ async def test_an_engine_that_does_not_answer_in_time_is_avoided_for_a_while(
         for _ in range(2):
             assert await b.text(b.header()) == TEXT
         assert b.legs() == [3]
+
+
+async def test_an_avoided_engine_gets_one_leg_at_a_time_and_the_next_one_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now, hold = [time.monotonic()], asyncio.Event()
+    monkeypatch.setattr(known_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(workflow, "time", known_engines.time)
+    async with beside("sglang", prefill=2, options={"prefill_timeout_s": 0.5}) as b:
+        both, dead = b.header(0, 1), b.prefill[0]
+        dead.faults.extend([Fault(hold=hold)] * 2)
+        assert await b.text(both) == TEXT
+        assert b.legs() == [1, 1]
+        now[0] += known_engines.AVOIDED_S
+        trying = asyncio.create_task(b.text(both))
+        await eventually(lambda: b.legs()[0] == 2)
+        assert [await b.text(both) for _ in range(3)] == [TEXT] * 3
+        assert (await trying, b.legs()) == (TEXT, [2, 5])
+        now[0] += known_engines.AVOIDED_S
+        assert [await b.text(both) for _ in range(3)] == [TEXT] * 3
+        assert b.legs() == [5, 5], "one answer is enough"
+        hold.set()
 
 
 async def test_a_mooncake_engine_that_was_restarted_has_new_ids():

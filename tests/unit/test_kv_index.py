@@ -162,6 +162,15 @@ GOLDEN = [7073936881933406, 14613730876102929]
 GOLDEN_SALTED = [23482885954148622, 25419641632402404]
 
 
+def test_the_leave_of_a_worker_that_holds_nothing_scans_no_blocks(monkeypatch: pytest.MonkeyPatch):
+    index = KvIndex(10)
+    index.stored(1, [1, 2])
+    with monkeypatch.context() as patch:
+        patch.delattr(KvIndex, "held")
+        index.leave(2)
+    assert index.match([1, 2]) == {1: 2}
+
+
 def test_the_book_refuses_what_does_not_fit():
     book, root = BlockHashes(), root_hash()
     with pytest.raises(ValueError, match="3 tokens"):
