@@ -2,15 +2,14 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tests.ports import reserved_port
-from tests.vllm.graph import Graph, PlainServer, command_line, descendants_of
+from tests.vllm.graph import Graph, PlainServer, descendants_of
 
 FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 
@@ -27,17 +26,9 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 class StockEngine(PlainServer):
     """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that no
-    decode engine reads. flags: more of vLLM's."""
+    decode engine reads."""
 
-    def __init__(
-        self,
-        directory: Path,
-        role: Role,
-        connector: str,
-        *,
-        lease_s: float = 30.0,
-        flags: Mapping[str, Any] = MappingProxyType({}),
-    ):
+    def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float):
         config: dict[str, Any] = {
             "kv_connector": connector,
             "kv_role": _KV_ROLES[role],
@@ -45,7 +36,7 @@ class StockEngine(PlainServer):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
-        super().__init__(directory, flags={"kv-transfer-config": config, **flags})
+        super().__init__(directory, flags={"kv-transfer-config": config})
         self.role: Role = role
         self._ready_s = _READY_S
         self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserved_port())
@@ -54,12 +45,6 @@ class StockEngine(PlainServer):
         """vLLM's engine process outlives the kill of its server, so it is killed, too."""
         for pid in (self.pid, *descendants_of(self.pid)):
             _kill(pid)
-
-    def kill_core(self) -> None:
-        """Only vLLM's engine process; its server notices and ends."""
-        for pid in descendants_of(self.pid):
-            if "EngineCore" in command_line(pid):
-                _kill(pid)
 
 
 def _kill(pid: int) -> None:
@@ -83,13 +68,12 @@ def forwarding(
     decode: list[StockEngine],
     *,
     protocol: Protocol = "nixl",
-    options: Sequence[str] = (),
 ) -> Iterator[Forwarded]:
     """A Forwarder in front of engines that the caller has started."""
     every = [*prefill, *decode]
     listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
     engines = (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}")
-    with Graph(directory, FORWARD, (*engines, *options), http="Forwarder") as graph:
+    with Graph(directory, FORWARD, engines, http="Forwarder") as graph:
         yield Forwarded(graph, prefill, decode)
 
 
@@ -98,32 +82,15 @@ def forwarded(
     directory: Path,
     *,
     protocol: Protocol = "nixl",
-    prefill: int = 1,
-    decode: int = 1,
-    lease_s: float = 30.0,
-    options: Sequence[str] = (),
-    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Forwarded]:
-    """Engines that are started one beside the other, and then a Forwarder. flags: of the
-    engines."""
-    with ExitStack() as stack:
-        engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
-        counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
-        for role, count in counts.items():
-            for number in range(count):
-                engine = StockEngine(
-                    directory / f"{role}-{number}",
-                    role,
-                    CONNECTORS[protocol],
-                    lease_s=lease_s,
-                    flags=flags,
-                )
-                engines[role].append(stack.enter_context(engine))
-        yield stack.enter_context(
-            forwarding(
-                directory / "forwarder", *engines.values(), protocol=protocol, options=options
-            )
-        )
+    """Engines that are started one beside the other, and then a Forwarder."""
+    connector = CONNECTORS[protocol]
+    with (
+        StockEngine(directory / "prefill", "prefill", connector, lease_s=30.0) as prefill,
+        StockEngine(directory / "decode", "decode", connector, lease_s=30.0) as decode,
+        forwarding(directory / "forwarder", [prefill], [decode], protocol=protocol) as running,
+    ):
+        yield running
 
 
 @dataclass
