@@ -14,7 +14,6 @@ from dynamo_lite.protocol.errors import (
     PushAmbiguous,
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot
 from tests.builders import eventually
 from tests.sim.servers import SimEtcd, SimNats
@@ -41,22 +40,9 @@ async def cluster(loop: VirtualLoop) -> Cluster:
 
 
 @pytest.fixture
-async def messaging(cluster: Cluster) -> AsyncIterator[NatsMessaging]:
-    async with NatsMessaging(URL) as messaging:
-        yield messaging
-
-
-@pytest.fixture
 async def store(cluster: Cluster) -> AsyncIterator[EtcdStore]:
     async with etcd_store(cluster.network) as store:
         yield store
-
-
-async def echo(payload: bytes) -> bytes:
-    return b"echo " + payload
-
-
-# NATS
 
 
 # The queue
