@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_129,
     "dynamo_lite/serve": 6_054,
     "dynamo_lite/cli": 2_955,
-    "tests": 58_127,
+    "tests": 57_063,
     "tests/simulation": 8_575,
 }
 SLACK = 50

@@ -156,27 +156,3 @@ async def test_a_token_is_renewed_when_users_change(
                 await server.control("user", "add", "other:x", user="root:root")
                 await asyncio.gather(*(store.put(f"n/{i}", b"2") for i in range(5)))
                 assert set((await store.get_prefix("n/")).values()) == {b"2"}
-
-
-async def test_another_member_is_taken_when_one_is_away(
-    tmp_path: Path, certificates: Certificates
-) -> None:
-    # Two clusters of one stand for two members: what matters is who is asked.
-    async with etcd(tmp_path / "b", certificates) as second, contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(contextlib.AsyncExitStack())
-        first = await running.enter_async_context(etcd(tmp_path / "a", certificates))
-        hosts = f"127.0.0.1:1,localhost:{first.port},127.0.0.1:{second.port}"
-        url = f"https://{hosts}{certificates.query()}"
-        store = await stack.enter_async_context(EtcdStore(url))
-        events = await stack.enter_async_context(store.watch("n/"))
-        await store.put("n/first", b"1")
-        assert await store.get("n/first") == b"1"
-        await running.aclose()
-        async with asyncio.timeout(20):
-            await put_when_back(store, "n/second", b"2", within_s=20)
-            last = await anext(events)
-            expected = Put("n/second", b"2"), Snapshot({"n/second": b"2"})
-            while last not in expected:
-                last = await anext(events)
-        async with EtcdStore(etcd_url(second, certificates.query())) as other:
-            assert await other.get("n/second") == b"2"

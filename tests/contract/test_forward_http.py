@@ -18,7 +18,7 @@ from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
 from tests.external import Certificates
-from tests.forwarding import COMPLETION, TEXT, Rig, rig
+from tests.forwarding import COMPLETION, TEXT, Rig, rig, told
 from tests.scripted import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -73,6 +73,14 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         answer = await raw(r, post(b"{", "Content-Length: 100"))
         assert answer.startswith(b"HTTP/1.1 408")
         assert r.fleet.legs == []
+
+
+async def test_a_connection_without_a_request_is_closed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(http, "_KEEP_ALIVE_S", 0.2)
+    async with rig() as r:
+        assert b'{"ok":true}' in await raw(r, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 async def test_odd_requests_reach_no_engine():
@@ -162,6 +170,7 @@ async def test_a_mistake_of_ours_is_500_and_logged(
         status, answer = await r.ask()
         assert status == 500 and "ours" not in str(answer)
         assert "ours" in caplog.text
+        assert [one.outcome for one in told(r)] == ["failed"]
 
 
 async def test_both_legs_have_the_clients_key_and_are_not_asked_to_compress():

@@ -19,6 +19,7 @@ from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.nixl import PULL
 from dynamo_lite.forward.upstream import Upstream
 from tests.builders import eventually
+from tests.ports import reserved_port
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -373,6 +374,17 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
         with fails("broken"):  # not a timeout: another engine may be asked
             await hanging
         assert await draining.read() == b"a" * 10
+
+
+async def test_another_port_of_an_engine_may_refuse_while_it_works():
+    async with world(says(HEALTHY)) as w:
+        with fails("refused"):
+            await w.upstream.fetch(w.engine, f"http://127.0.0.1:{reserved_port()}/", within_s=5)
+        assert w.engine.ends == 0
+        w.server.close()
+        with fails("refused"):
+            await w.get()
+        assert w.engine.ends == 1
 
 
 async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():

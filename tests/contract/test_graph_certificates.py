@@ -4,9 +4,12 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable, Unavailable
+from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -14,7 +17,7 @@ from dynamo_lite.runtime.store import LeaseLoss
 from dynamo_lite.serve.access import ServersToCheck, problems
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
-from tests.builders import eventually
+from tests.builders import endpoint_record, eventually, register
 from tests.certificate_folders import graph_folder
 from tests.external import (
     LOGIN,
@@ -117,6 +120,19 @@ async def test_a_server_that_lets_in_everybody_is_reported(folder: Path, tmp_pat
         url = with_files(nats_url(broker, "", LOGIN), folder, "Frontend")
         async with NatsMessaging(url) as messaging:
             assert messaging.asks_who
+
+
+async def test_a_live_member_of_another_wire_version_is_reported(etcd_url: str, namespace: str):
+    """Before a process of this release starts beside it; both versions are named."""
+    record = msgspec.structs.replace(
+        endpoint_record(0x2A, "VllmWorker", namespace=namespace),
+        version="9.0.0",
+        wire_version=WIRE_VERSION + 1,
+    )
+    async with EtcdStore(etcd_url) as store:
+        await register(store, record)
+    [said] = await problems(ServersToCheck(etcd=etcd_url, namespace=namespace))
+    assert said == f"cannot join namespace {namespace}: {misfit(record)}"
 
 
 def replace_authority(folder: Path) -> None:

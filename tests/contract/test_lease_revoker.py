@@ -12,7 +12,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Snapshot
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
-from tests.external import LOGIN, Certificates, etcd
+from tests.external import Certificates, etcd
 from tests.external import etcd_url as etcd_url_of
 from tests.servers import private_server
 
@@ -33,16 +33,6 @@ async def test_everyone_sees_at_once_that_the_keys_are_gone(etcd_url: str, names
 async def test_a_lease_that_is_gone_is_no_trouble(etcd_url: str, caplog: pytest.LogCaptureFixture):
     assert await LeaseRevoker(etcd_url).revoke(0x1234)
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize("demand", [False, True])
-async def test_over_tls_with_a_user(tmp_path: Path, certificates: Certificates, demand: bool):
-    async with etcd(tmp_path, certificates, users=True) as server:
-        url = etcd_url_of(server, certificates.query(client=demand), LOGIN)
-        async with EtcdStore(url) as store, store.lease(60.0) as lease:
-            await store.put("n/k", b"v", lease=lease)
-            assert await LeaseRevoker(url).revoke(lease.id)
-            assert await store.get("n/k") is None
 
 
 async def test_a_refused_login_is_logged_without_the_password(

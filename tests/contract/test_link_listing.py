@@ -14,17 +14,25 @@ async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):
     async with EtcdStore(etcd_url) as store, store.lease(10.0) as lease:
         worker = endpoint_record(lease.id, "PrefillWorker", "prefill", namespace=namespace)
         await register(store, worker, lease=lease)
-        for number in (1, 2):
-            engine = engine_metadata(f"d{number}", number)
-            await store.put(names.nixl_metadata_key(namespace, f"d{number}"), encode_engine(engine))
+        other = endpoint_record(0xF, "PrefillWorker", "prefill", namespace=namespace)
+        await register(store, other, lease=lease)
+        await register(store, endpoint_record(0x1, "VllmWorker", namespace=namespace))
+        for engine_id, number in (("d1", 2), ("d2", 1)):
+            engine = engine_metadata(engine_id, number)
+            await store.put(names.nixl_metadata_key(namespace, engine_id), encode_engine(engine))
         await store.put(names.nixl_metadata_key(namespace, "d3"), b"{}")
         link = LinkRecord(
-            prefill_lease_id=lease.id, engine_id="d2", decode_lease_id=2, detail="broken"
+            prefill_lease_id=lease.id, engine_id="d1", decode_lease_id=2, detail="broken"
         )
-        await store.put(names.link_key(namespace, lease.id, "d2"), encode_json(link), lease=lease)
+        await store.put(names.link_key(namespace, lease.id, "d1"), encode_json(link), lease=lease)
         await store.put(f"{names.links_prefix(namespace)}x", b"[]")
 
         found = [(row["prefill"], row["decode"], row["state"]) for row in await link_rows(place)]
         mine = f"{lease.id:x}"
-        assert found == [(mine, "1", "ok"), (mine, "2", "failed")]
+        assert found == [
+            (mine, "1", "ok"),
+            (mine, "2", "failed"),
+            ("f", "1", "ok"),
+            ("f", "2", "ok"),
+        ]
     assert await link_rows(place) == []

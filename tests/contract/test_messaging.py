@@ -233,27 +233,27 @@ async def test_serving_waits_for_a_server_that_comes_back(nats_server: PrivateSe
 async def test_an_outage_raises_at_once_and_ends_by_itself(
     nats_server, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The second one as the first."""
     told: asyncio.Queue[bool] = asyncio.Queue()
-    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+    async with (
+        NatsMessaging(nats_server.url) as messaging,
+        messaging.serve("s", echo),
+        asyncio.timeout(20),
+    ):
         with messaging.watch_connection(told.put_nowait):
-            await nats_server.kill()
-            async with asyncio.timeout(10):
+            for _ in range(2):
+                await nats_server.kill()
                 assert await told.get() is False
-            await nats_server.restart()
-            async with asyncio.timeout(10):
+                started = loop_time()
+                with pytest.raises(BrokerUnavailable):
+                    await messaging.publish("s", b"")
+                with pytest.raises(BrokerUnavailable):
+                    await messaging.request("s", b"", timeout_s=5)
+                assert loop_time() - started < 0.5 and not messaging.connected
+                await nats_server.restart()
                 assert await told.get() is True
-            assert messaging.connected
-        await nats_server.kill()
-        await wait_for_connection(messaging, False)
-        started = loop_time()
-        with pytest.raises(BrokerUnavailable):
-            await messaging.publish("s", b"")
-        with pytest.raises(BrokerUnavailable):
-            await messaging.request("s", b"", timeout_s=5)
-        assert loop_time() - started < 0.5
-        await nats_server.restart()
-        await wait_for_connection(messaging, True)
-        assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
+                assert messaging.connected
+                assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
         await messaging.client.flush()
     lines = [
         r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats.messaging"

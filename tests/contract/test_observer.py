@@ -5,12 +5,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.status import StatusServer
@@ -87,19 +85,6 @@ async def test_members_come_and_go(cluster: Cluster):
         await seen_by(observer, lambda seen: not seen.workers)
 
 
-async def test_counters_become_rates(cluster: Cluster):
-    _, registry = await cluster.start("PrefillWorker", "prefill")
-    written = Counter("dynamo_lite_kv_transfer_bytes", "", registry=registry)
-    written.inc(1000)
-    async with cluster.observer() as observer:
-        assert (await observer.look()).rate_s == 0
-        # A look that gets no page in time shows what was there before.
-        await seen_by(observer, lambda seen: seen.transfers.total_bytes == 1000)
-        written.inc(500)
-        seen = await seen_by(observer, lambda seen: seen.transfers.total_bytes == 1500)
-        assert seen.transfers.bytes_per_s > 0
-
-
 TTFT = "vllm:time_to_first_token_seconds"
 
 
@@ -122,22 +107,6 @@ async def test_latencies_of_a_frontend_that_has_them_on_its_http_port_only(
             await seen_by(observer, lambda seen: seen.ttft.count == 1)
         else:
             assert (await observer.look()).ttft.count == 0
-
-
-async def test_links_are_followed(cluster: Cluster):
-    decode, _ = await cluster.start("VllmWorker", "generate")
-    prefill, _ = await cluster.start("PrefillWorker", "prefill")
-    key = names.link_key(cluster.namespace, prefill.id, "engine")
-    record = LinkRecord(
-        prefill_lease_id=prefill.id, engine_id="engine", decode_lease_id=decode.id, detail="reset"
-    )
-    await cluster.store.put(key, encode_json(record))
-    async with cluster.observer() as observer:
-        seen = await seen_by(observer, lambda seen: seen.failed_links)
-        [link] = seen.failed_links
-        assert (link.prefill, link.detail) == (f"{prefill.id:x}", "reset")
-        await cluster.store.put(key, b"{}")
-        await seen_by(observer, lambda seen: not seen.failed_links)
 
 
 async def test_without_etcd_the_known_members_are_shown_and_the_page_says_so(

@@ -10,7 +10,8 @@ from typing import Protocol
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
+from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StoreUnavailable
+from dynamo_lite.runtime.etcd.client import EtcdClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
@@ -252,6 +253,19 @@ async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: Privat
         await wipe(etcd_server, others_write=20)
         await put_when_back(store, "n/own", b"2", lease=lease)
         assert await lease.verify() is None
+
+
+async def test_a_lease_outlives_files_of_tls_that_are_being_replaced(
+    etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cannot_read(*_: object) -> None:
+        raise ConfigError(["ca.pem: it cannot be read"])
+
+    async with EtcdStore(etcd_url) as store, store.lease(10) as lease:
+        with monkeypatch.context() as patch:
+            patch.setattr(EtcdClient, "call", cannot_read)
+            assert await lease.verify() is None
+        await refreshed(lease)
 
 
 async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:

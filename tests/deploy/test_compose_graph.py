@@ -12,13 +12,20 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S
+from dynamo_lite.disagg.queue.base import QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import Done
-from tests.builders import prefill_job
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.protocol.prefill import Done, Held, decode_claim, decode_done
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from tests.builders import engine_metadata, prefill_job
 from tests.deploy.compose import Compose, planes
 from tests.ports import reserved_port
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
-from tests.process.null_decode import ENGINE, decode_engine
 from tests.process.null_graph import answer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -75,14 +82,28 @@ async def test_a_request_is_answered(services: dict[str, Serving]) -> None:
 
 async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str, Serving]) -> None:
     done: asyncio.Queue[Done] = asyncio.Queue()
-    decode = decode_engine(
-        nats_url=compose.nats_url("decode"),
-        etcd_url=compose.etcd_url("decode"),
-        namespace=NAMESPACE,
-        done=done,
-    )
-    async with asyncio.timeout(60), decode as queue:
-        await queue.push(encode(prefill_job("a1", engine_id=ENGINE)), message_id="a1")
+
+    async def claim(payload: bytes) -> bytes:
+        assert decode_claim(payload).attempt == "a1"
+        return encode(Held(for_s=CLAIM_S))
+
+    async def ended(payload: bytes) -> None:
+        done.put_nowait(decode_done(payload))
+
+    engine = NAMESPACE, "e1"
+    queue = open_queue(compose.nats_url("decode"), NAMESPACE, QueueConfig(push_timeout_s=10.0))
+    async with (
+        asyncio.timeout(60),
+        EtcdStore(compose.etcd_url("decode")) as store,
+        NatsMessaging(compose.nats_url("decode")) as messaging,
+        messaging.serve(names.claim_subject(*engine), claim),
+        messaging.serve(names.done_subject(*engine), ended),
+        store.lease(30) as lease,
+        queue,
+    ):
+        metadata = encode_engine(engine_metadata("e1", lease.id, num_blocks=16))
+        await store.put(names.nixl_metadata_key(*engine), metadata, lease=lease)
+        await queue.push(encode(prefill_job("a1", engine_id="e1")), message_id="a1")
         said = await done.get()
         assert (said.attempt, said.outcome) == ("a1", "written")
 
@@ -100,3 +121,51 @@ def test_the_operator_sees_it_and_nothing_was_refused(
     assert "violation" not in broker.lower()
     assert "permission denied" not in output.lower()
     assert "without TLS" not in output
+
+
+def _parts(url: str) -> tuple[str, dict[str, str]]:
+    """The servers; what is behind the `?`, by name, each as it is written."""
+    servers, _, query = url.partition("?")
+    return servers, {part.partition("=")[0]: part for part in query.split("&")}
+
+
+def _with(servers: str, *parts: str) -> str:
+    return f"{servers}?{'&'.join(parts)}" if parts else servers
+
+
+async def test_strangers_get_nothing(compose: Compose) -> None:
+    """Without TLS, without a login, with a wrong one, without a certificate."""
+    nats, of_nats = _parts(compose.nats_url("frontend"))
+    etcd, of_etcd = _parts(compose.etcd_url("frontend"))
+    own = [of_nats[name] for name in ("ca", "cert", "key")]
+    wrong = compose.folder / "wrong"
+    wrong.write_text("dynamo-Frontend:guessed\n")
+    wrong.chmod(0o600)
+    for url in (
+        nats.replace("tls://", "nats://"),
+        nats,
+        _with(nats, of_nats["ca"], of_nats["login"]),
+        _with(nats, *own),
+        _with(nats, *own, f"login={wrong}"),
+    ):
+        with pytest.raises(StartupError):
+            async with asyncio.timeout(20), NatsMessaging(url, connect_timeout_s=2):
+                pass
+    for url in (
+        etcd.replace("https://", "http://"),
+        etcd,
+        _with(etcd, of_etcd["ca"]),
+        _with(etcd, of_etcd["ca"], of_etcd["login"]),
+        _with(etcd, *own, f"login={wrong}"),
+    ):
+        with pytest.raises(StartupError):
+            async with asyncio.timeout(20), EtcdStore(url, connect_timeout_s=2):
+                pass
+
+
+async def test_a_certificate_alone_gives_no_rights(compose: Compose) -> None:
+    etcd, parts = _parts(compose.etcd_url("frontend"))
+    url = _with(etcd, *(parts[name] for name in ("ca", "cert", "key")))
+    async with EtcdStore(url, connect_timeout_s=5) as store:
+        with pytest.raises(StoreUnavailable, match=r"permission denied|user name is empty"):
+            await store.get(names.components_prefix(NAMESPACE))

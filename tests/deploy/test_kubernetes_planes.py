@@ -20,7 +20,6 @@ from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.startup_checks import queue_options
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
-from tests.process.null_decode import PUSH_TIMEOUT_S
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -62,7 +61,7 @@ async def test_the_queue_is_in_files_of_three_servers(
 ) -> None:
     options = shipped_queue(overlay)
     assert (options.replicas, options.storage) == (3, "file")
-    config = replace(QueueConfig.of(options), push_timeout_s=PUSH_TIMEOUT_S)
+    config = replace(QueueConfig.of(options), push_timeout_s=10.0)
     decode, prefill = (
         open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config)
         for name in ("decode", "prefill")
@@ -80,7 +79,7 @@ async def test_the_queue_is_in_files_of_three_servers(
 
 
 async def test_every_service_reaches_etcd_as_itself(urls: dict[str, dict[str, str]]) -> None:
-    """What each user may do there: test_compose_planes.py."""
+    """What each user may do there: tests/contract/test_least_rights.py."""
     own = {
         "frontend": names.endpoint_key(NAMESPACE, "Frontend", "x", 0x1A),
         "decode": names.nixl_metadata_key(NAMESPACE, "e1"),

@@ -1,39 +1,11 @@
 """A graph with workers of both roles: decode workers with null engines, stand-ins for prefill
 workers, and the shipped Frontend."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
 from tests.process import null_graph
-
-
-@dataclass(frozen=True)
-class IdleConfig:
-    """No options."""
-
-
-class IdleWorker:
-    """A prefill worker without a job."""
-
-    def __init__(self, config: dict[str, Any], spec: Any): ...
-
-    async def start(self, host: Any) -> dict[str, Any]:
-        await host.register("prefill")
-        return {}
-
-    async def drain(self, grace_s: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def health(self) -> Mapping[str, Any]:
-        return {"ok": True, "jobs": 0}
-
-
-PREFILL = Service(
-    name="PrefillWorker", config=IdleConfig, component=f"{__name__}:IdleWorker", scalable=True
-)
+from tests.process.fleet_graph import Prefilling
 
 
 def told(prompt: list[int], position: int) -> int:
@@ -60,4 +32,4 @@ _NULL = Service(
 ).with_defaults(remote_prefill=False)
 _served = FRONTEND.link(PROCESSOR).link(_NULL)
 #: The shipped Frontend.
-Served = replace(_served, services=(*_served.services, PREFILL))
+Served = replace(_served, services=(*_served.services, *Prefilling.services))

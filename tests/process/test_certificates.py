@@ -1,13 +1,11 @@
 """`dynamo-lite serve` and the certificates of its graph; `dynamo-lite access certs`."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.certificates import Certificates
@@ -80,48 +78,12 @@ def test_named_certificates_are_used_and_bad_ones_refused_with_a_line_each(tmp_p
         assert listed("--state-dir", str(state)).count(" ready ") == 2
     assert not (state / "certificates").exists()
     expire(folder, "Back")
-    other = graph_folder(tmp_path / "other", "dynamo")
-    shutil.copy(folder / "Operator.pem", folder / "Front.pem")
-    shutil.copy(folder / "Operator-key.pem", folder / "Front-key.pem")
+    (folder / "Front.pem").unlink()
     result = run("serve", STUB, "--state-dir", str(state), *named)
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == [
-        f"error: certificate file {folder}/Front.pem: it is of dynamo-lite://dynamo/Operator, not"
-        " of dynamo-lite://dynamo/Front",
-        *(line for line in result.stderr.splitlines() if "Back.pem: it has expired on " in line),
-    ]
-    assert len(result.stderr.splitlines()) == 2
-    for path in folder.iterdir():
-        path.unlink()
-    result = run("serve", STUB, "--state-dir", str(state), f"--Graph.certificates={other}")
-    assert result.returncode == 2 and f"{other}/Front.pem: it cannot be read" in result.stderr
+    lines = result.stderr.splitlines()
+    assert (result.returncode, len(lines)) == (2, 2)
+    assert all(f"error: certificate file {folder}/" in line for line in lines)
     assert not (state / "run.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("nats", "etcd", "said"),
-    [
-        # Refused before anything is asked of these hosts, which need not exist.
-        ("nats://nats.invalid", "https://etcd.invalid", "reached over TLS only: write tls://"),
-        ("tls://nats.invalid", "http://etcd.invalid", "reached over TLS only: write https://"),
-        ("tls://nats.invalid", "https://etcd.invalid", "has no credentials"),
-    ],
-)
-def test_servers_of_other_hosts_need_tls_and_users(tmp_path: Path, nats: str, etcd: str, said: str):
-    servers = ("--nats-url", nats, "--etcd-url", etcd)
-    result = run("serve", STUB, "--state-dir", str(tmp_path), *servers)
-    assert result.returncode == 2, result.stderr
-    assert any(said in line for line in result.stderr.splitlines()), result.stderr
-
-
-def test_an_open_address_with_servers_of_other_people_needs_a_folder(
-    tmp_path: Path, nats_url: str, etcd_url: str
-):
-    servers = ("--nats-url", nats_url, "--etcd-url", etcd_url)
-    result = run("serve", STUB, "--state-dir", str(tmp_path), EVERYWHERE, *servers)
-    [line] = result.stderr.splitlines()
-    assert result.returncode == 2
-    assert line.startswith("error: Graph.bind-host: 0.0.0.0 is reachable from other hosts")
 
 
 def test_the_command_makes_a_folder(tmp_path: Path):

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.status import StatusServer
-from tests.builders import ManualClock, endpoint_record, register
+from tests.builders import ManualClock
 from tests.process.command import invoke, run
 from tests.unit.decode_engine import Decode, prompt
 
@@ -91,43 +89,6 @@ def test_without_a_server_it_says_so(tmp_path: Path):
     assert result.returncode == 1 and "cannot use etcd" in result.stderr
 
 
-async def test_what_cannot_be_read_is_named_and_replaced(
-    place: tuple[str, ...], etcd_url: str, namespace: str
-):
-    async with EtcdStore(etcd_url) as store:
-        await store.put(names.live_options_key(namespace, "VllmWorker"), b'{"values": 1}')
-    for arguments in (["get"], ["set", f"{LENGTH}=1"], ["unset", LENGTH]):
-        result = invoke("config", *arguments, *place)
-        assert result.returncode == 1
-        assert f"the record in etcd is invalid: {namespace}/config/VllmWorker: " in result.stderr
-        assert "config unset" in result.stderr
-    assert invoke("config", "unset", "VllmWorker", *place).returncode == 0
-    assert values_set(place) == {}
-
-
-async def test_the_values_of_the_file_are_those_of_the_live_processes(
-    place: tuple[str, ...], etcd_url: str, namespace: str
-):
-    options = {"file": {"max-local-prefill-length": 512}, "set": {}}
-    async with (
-        StatusServer(lambda: {"ok": True, "options": options}, CollectorRegistry()) as server,
-        EtcdStore(etcd_url) as store,
-        store.lease(30) as lease,
-    ):
-        record = endpoint_record(lease.id, namespace=namespace, status_url=server.url)
-        await register(store, record, lease=lease)
-        told = (await run_async("config", "get", *place)).stdout
-        assert [line.split() for line in told.splitlines() if LENGTH in line] == [
-            [LENGTH, "-", "512"]
-        ]
-        assert "Router" not in told and "Frontend" not in told and "Planner" not in told
-
-
-async def run_async(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """While this process serves what the command asks for."""
-    return await asyncio.to_thread(invoke, *arguments)
-
-
 @pytest.fixture
 async def engine(
     place: tuple[str, ...], etcd_url: str, nats_url: str, namespace: str
@@ -152,21 +113,24 @@ async def engine(
 
 
 async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ...], nats_url: str):
-    where = (*place, "--nats-url", nats_url)
-    result = await asyncio.to_thread(run, "explain", "cmpl-a", *where)
+    async def explain(*words: str) -> subprocess.CompletedProcess[str]:
+        where = (*place, "--nats-url", nats_url)
+        return await asyncio.to_thread(invoke, "explain", *words, *where)
+
+    result = await explain("cmpl-a")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
     assert "  verdict  local, short\n" in result.stdout
     assert "dead does not respond" in result.stderr
-    [told] = json.loads((await run_async("explain", "b", "--json", *where)).stdout)
+    [told] = json.loads((await explain("b", "--json")).stdout)
     assert (told["request_id"], told["verdict"]) == ("chatcmpl-b-0a1b2c3d#2", "local")
-    listed = (await run_async("explain", "--last", "20", *where)).stdout.splitlines()
+    listed = (await explain("--last", "20")).stdout.splitlines()
     assert [line.split()[1] for line in listed] == [
         "REQUEST",
         "0_cmpl-a-0-0a1b2c3d#1",
         "chatcmpl-b-0a1b2c3d#2",
     ]
-    assert len((await run_async("explain", "--last", "1", *where)).stdout.splitlines()) == 2
-    unknown = await run_async("explain", "cmpl-unknown", *where)
+    assert len((await explain("--last", "1")).stdout.splitlines()) == 2
+    unknown = await explain("cmpl-unknown")
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "cmpl-unknown: none of 1 decode engines has a decision of it" in unknown.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
-from tests.process.command import ROOT, invoke, run, serving
+from tests.process.command import ROOT, invoke, serving
 
 pytestmark = pytest.mark.heavy
 
@@ -73,15 +73,3 @@ def test_the_script_takes_no_password_on_the_command_line(tmp_path: Path) -> Non
     assert "?login=FILE" in line and "DYNAMO_LITE_ETCD_URL" in line
     assert not shows_secrets(result.stdout + result.stderr)
     assert not (tmp_path / "state").exists()
-
-
-def test_replicas_without_a_cluster_are_refused_before_the_start(
-    tmp_path: Path, nats_url: str, etcd_url: str
-) -> None:
-    """Also where `serve` would start the single server itself."""
-    graph = "tests.process.null_graph:Worker"
-    for urls in ((), ("--nats-url", nats_url, "--etcd-url", etcd_url)):
-        state = str(tmp_path / "state")
-        result = run("serve", graph, "--state-dir", state, "--VllmWorker.queue.replicas=3", *urls)
-        assert result.returncode == 1, result.stderr
-        assert "queue.replicas is 3, and NATS is a single server" in result.stderr

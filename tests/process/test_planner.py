@@ -104,20 +104,3 @@ def test_without_a_planner_the_command_says_so(etcd_url: str, namespace: str, tm
     refused = run("planner", "set", f"{D}=2", *place)
     assert refused.returncode == 1
     assert "no planner runs" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--Planner.prefill-min=9", "prefill-min is 9 and prefill-max is 8"),
-        ("--Planner.kubernetes.prefill=deployments/p", "kubernetes.decode is ''"),
-        (f"--{P}.ServiceArgs.workers=8", f"need 9 devices: {P} 8 * 1, {D} 1 * 1"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(option: str, said: str, tmp_path: Path):
-    """Nothing is started: the state directory stays empty."""
-    state = tmp_path / "state"
-    refused = run("serve", GRAPH, option, "--state-dir", str(state))
-    assert refused.returncode == 2
-    assert said in refused.stderr
-    assert not state.exists()

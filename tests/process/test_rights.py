@@ -16,16 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dynamo_lite.cli.access import user_of
-from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.serve.run_state import RunState, read_run
 from tests.builders import eventually
-from tests.foreign import Heard, Try, subjects, tries
 from tests.forwarding import COMPLETION, TEXT
-from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
+from tests.least_rights import LeastRights, least_rights
 from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
 from tests.process.joining import joining
-from tests.process.null_decode import ENGINE
 from tests.process.null_graph import answer
 from tests.scripted import Fleet, ScriptedEngine, nixl
 
@@ -168,34 +164,6 @@ async def test_a_forwarder_sends_to_an_engine_that_has_joined(rights: Rights, tm
         assert "denied" not in "".join(forwarder.output)
     assert fleet.violations == []
     assert rights.refusals() == []
-
-
-# What no user may do. This comes last: what nats-server refuses is in its log from then on.
-
-
-async def test_only_the_graph_s_own_users_ask_or_end_anything(rights: Rights):
-    """Neither with the users of another graph's components, nor without any."""
-    processes = {name: rights.state(name).processes for name in rights.services}
-    members = json.loads(await asyncio.to_thread(rights.operator, "ps", "--json"))
-    leases = [member["lease"] for member in members]
-    ends = [f"{member['endpoint']}-{member['lease']}" for member in members]
-    everything = subjects(NAMESPACE, (*leases, *ends, ENGINE))
-    url = rights.servers.nats
-    nobody = Try(url=url, namespace=NAMESPACE, subjects=everything)
-    somebody = [
-        Try(
-            url=url,
-            namespace=NAMESPACE,
-            subjects=everything,
-            user=(user := user_of(FOREIGN, component)),
-            password=PASSWORD,
-            inbox=inbox_of(user),
-        )
-        for component in all_permissions(FOREIGN)
-    ]
-    assert await tries(nobody) == Heard(refused=True)
-    assert await asyncio.gather(*map(tries, somebody)) == [Heard()] * len(somebody)
-    assert processes == {name: rights.state(name).processes for name in rights.services}
 
 
 async def test_a_component_with_another_s_rights_does_not_start(rights: Rights, tmp_path: Path):

@@ -109,18 +109,6 @@ def test_unreachable_servers(tmp_path: Path):
     assert "secret" not in line
 
 
-@pytest.mark.timeout(240)
-def test_a_rust_edge_that_cannot_serve_starts_nothing(tmp_path: Path):
-    binary, state = tmp_path / "vllm-rs", tmp_path / "state"
-    result = invoke(
-        *("serve", "graphs.agg:Frontend", "-f", "configs/agg.yaml", "--state-dir", str(state)),
-        *("--Frontend.port=0", "--Frontend.edge=rust", f"--Frontend.edge-binary={binary}"),
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert not (state / "run.json").exists()
-    assert result.stderr == f"error: --Frontend.edge: there is no file {binary}\n"
-
-
 def test_what_needs_no_graph(tmp_path: Path):
     state = ("--state-dir", str(tmp_path / "s"))
     result = invoke("serve", STUB, *state, "--dry-run", "--Back.host=h")

@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.command import ROOT, run, serving
+from tests.process.command import ROOT, serving
 
 pytestmark = pytest.mark.timeout(180)
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
-
-
-def test_one_frame_of_a_graph(tmp_path: Path):
-    with serving(tmp_path, until="ready http"):
-        result = run("top", "--once", "--interval", "0.2", "--state-dir", str(tmp_path))
-        assert (result.returncode, result.stderr) == (0, "")
-        assert [line.split()[0] for line in result.stdout.splitlines() if "ready" in line]
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

@@ -11,13 +11,10 @@ import pytest
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
     PushAmbiguous,
-    StartupError,
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.store import LeaseLoss, Snapshot
+from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
 from tests.sim.servers import SimEtcd, SimNats
 from tests.simulation.loop.loop import VirtualLoop
@@ -43,69 +40,9 @@ async def cluster(loop: VirtualLoop) -> Cluster:
 
 
 @pytest.fixture
-async def messaging(cluster: Cluster) -> AsyncIterator[NatsMessaging]:
-    async with NatsMessaging(URL) as messaging:
-        yield messaging
-
-
-@pytest.fixture
 async def store(cluster: Cluster) -> AsyncIterator[EtcdStore]:
     async with etcd_store(cluster.network) as store:
         yield store
-
-
-async def echo(payload: bytes) -> bytes:
-    return b"echo " + payload
-
-
-# NATS
-
-
-@pytest.mark.parametrize("how", ["paused", "cut off"])
-async def test_a_silent_nats_is_given_up_after_its_pings(
-    cluster: Cluster, messaging: NatsMessaging, how: str
-):
-    async with messaging.serve("s", echo):
-        if how == "paused":
-            cluster.nats.freeze()
-        else:
-            cluster.network.isolate("nats")
-        with pytest.raises(DeadlineExceeded):
-            await messaging.request("s", b"", timeout_s=1.9)
-        await asyncio.sleep(1.5)
-        assert not messaging.connected
-        await asyncio.sleep(20)
-        assert not messaging.connected
-        cluster.nats.thaw()
-        cluster.network.heal_all()
-        await asyncio.sleep(3)
-        assert messaging.connected
-        assert await messaging.request("s", b"x", timeout_s=1) == b"echo x"
-
-
-async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging: NatsMessaging):
-    async with messaging.serve("s", echo):
-        asking = asyncio.create_task(messaging.request("s", b"x", timeout_s=5))
-        cluster.network.isolate("nats")
-        await asyncio.sleep(1)
-        cluster.network.heal_all()
-        assert await asking == b"echo x"
-
-
-async def test_a_missing_server_ends_the_start(cluster: Cluster):
-    await cluster.nats.kill()
-    cluster.etcd.freeze()
-    began = cluster.loop.time()
-    clients: list[Any] = [
-        NatsMessaging(URL, connect_timeout_s=3),
-        etcd_store(cluster.network, connect_timeout_s=3),
-        JetStreamQueue(URL, stream="q", subject="q.jobs"),
-    ]
-    for client in clients:
-        with pytest.raises(StartupError):
-            await client.__aenter__()
-    assert cluster.loop.time() - began < 17
-    assert cluster.network.ends_of(cluster.loop.current_process()) == []
 
 
 # The queue
@@ -140,34 +77,6 @@ async def test_a_push_without_an_answer_is_ambiguous(
 
 
 # The store
-
-
-async def test_a_watch_goes_on_without_a_gap_after_it_was_cut_off(
-    cluster: Cluster, store: EtcdStore
-):
-    async with store.watch("w/") as events:
-        assert await anext(events) == Snapshot({})
-        cluster.network.isolate("etcd")
-        await asyncio.sleep(10)
-        cluster.etcd.server.put("other", b"")
-        cluster.etcd.server.put("w/b", b"2")
-        cluster.network.heal_all()
-        assert await anext(events) == Snapshot({"w/b": b"2"})
-
-
-async def test_a_lease_outlives_being_cut_off_for_less_than_itself(
-    cluster: Cluster, store: EtcdStore
-):
-    async with store.lease(10) as lease:
-        await store.put("k", b"1", lease=lease)
-        await asyncio.sleep(5)
-        cluster.network.isolate("etcd")
-        await asyncio.sleep(7)
-        assert lease.loss is None and lease.remaining_s() < 4
-        cluster.network.heal_all()
-        await asyncio.sleep(2)
-        assert lease.remaining_s() > 7
-        assert await store.get("k") == b"1"
 
 
 async def test_the_owner_is_never_the_last_to_know(cluster: Cluster, loop: VirtualLoop):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -9,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.errors import IncompatiblePeer, StoreUnavailable
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, encode_engine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.clock import Clock
@@ -161,6 +162,7 @@ async def test_another_failure_marks_it_for_longer_and_success_ends_the_series(
 
 async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(rig: Rig):
     rig.engine.unfit = {"d1", "d3"}
+    await rig.store.put(names.nixl_metadata_key("t", "d0"), b"{")  # no engine
     await rig.add("d1")
     await rig.add("d2")
     await rig.run()
@@ -192,9 +194,21 @@ async def test_the_mark_goes_when_the_engine_has_left(rig: Rig):
     await rig.marked("d2", "d3")
     rig.links.forget_leases(frozenset({2, 3}))
     await rig.marked()
+    assert rig.engine.forgotten == ["d1", "d2", "d3"]
 
 
-async def test_the_mark_of_an_engine_that_comes_back_stays(rig: Rig):
+async def test_the_mark_of_an_engine_that_comes_back_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the old mark's end is slow."""
+    release = rig.host.keys.release
+
+    async def late(key: str) -> bool:
+        while (await rig.marks())["d1"].detail != UNFIT:
+            await asyncio.sleep(0.002)
+        return await release(key)
+
+    monkeypatch.setattr(rig.host.keys, "release", late)
     target = await rig.add("d1", 7)
     await rig.run()
     rig.links.broke("d1", RESET)
@@ -206,14 +220,39 @@ async def test_the_mark_of_an_engine_that_comes_back_stays(rig: Rig):
     assert (await rig.marks())["d1"].detail == UNFIT
 
 
-async def test_an_outage_of_the_store_delays_the_mark_in_it_only(rig: Rig):
-    target = await rig.add("d1")
+async def test_an_outage_of_the_store_delays_the_mark_in_it_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    target, left, put = await rig.add("d1"), [3], rig.store.put
     await rig.run()
-    rig.store.set_available(False)
+
+    async def refuses(*args: Any, **options: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise StoreUnavailable("away")
+        await put(*args, **options)
+
+    monkeypatch.setattr(rig.store, "put", refuses)
     rig.links.broke("d1", RESET)
     assert rig.links.trouble(target) == RESET
+    await rig.marked("d1")
+    assert left == [0]
+
+
+async def test_a_store_that_is_back_tells_who_left_unless_it_has_lost_its_data(rig: Rig):
+    one, two = await rig.add("d1"), await rig.add("d2", 8)
+    await rig.run()
+    for engine_id in ("d1", "d2"):
+        rig.links.broke(engine_id, RESET)
+    await rig.marked("d1", "d2")
+    rig.store.set_available(False)
+    rig.store._remove(names.nixl_metadata_key("t", "d2"))
     rig.store.set_available(True)
     await rig.marked("d1")
+    assert (rig.links.trouble(one), rig.links.trouble(two)) == (RESET, "")
+    rig.store.wipe()
+    await rig.marked("d1")  # it was put back
+    assert rig.links.trouble(one) == RESET
 
 
 async def test_a_mark_that_ends_in_an_outage_does_not_stay_in_the_store(rig: Rig):
@@ -249,6 +288,19 @@ async def test_the_start_waits_until_the_marks_of_engines_that_are_there_are_in_
     assert list(await rig.marks()) == ["d1"]
 
 
+async def test_a_mark_that_ends_before_the_store_has_it_does_not_hold_up_the_start(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    async def never(key: str, value: bytes, *, within_s: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rig.host.keys, "hold", never)
+    links = rig.made(SHORT)
+    links.trouble(await rig.add("d1"))
+    links.broke("d1", RESET)
+    await rig.run(links)
+
+
 async def test_it_is_hopeless_while_no_engine_can_be_given_kv_and_says_where_it_fits_none(rig: Rig):
     links, said = rig.made(SHORT), list[str]()
     assert not links.hopeless, "there is none: nothing will be asked for"
@@ -276,5 +328,6 @@ async def test_it_is_hopeless_while_no_engine_can_be_given_kv_and_says_where_it_
     assert not links.hopeless
     await rig.leave("d2")
     await unfit(UNFIT, for_every)
-    links.forget_leases(frozenset({7, 8}))
+    await rig.leave("d3")
+    await rig.leave("d1")
     await unfit("")

@@ -1,9 +1,12 @@
 """What `ps` shows for a member, whether its process answers or not, and for pairs of workers."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.cli import listing
 from dynamo_lite.cli.listing import (
     as_link_rows,
     as_link_table,
@@ -38,6 +41,21 @@ async def test_a_member_says_how_it_is(facts: dict, state: str):
     rows = as_rows(records, found)
     assert [row["state"] for row in rows] == [state, state]
     assert f"  {state}  " in as_table(rows)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "shown"), [(-5.0, "0s"), (119.5, "119s"), (7199.0, "119m"), (7200.0, "2h")]
+)
+def test_a_member_has_an_age_and_a_version(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, shown: str
+):
+    monkeypatch.setattr(listing, "time", SimpleNamespace(time=lambda: 1000.0 + age_s))
+    plain = endpoint_record(10, started_at=1000.0, status_url="u")
+    records = [msgspec.structs.replace(plain, version=version) for version in ("", "9.9.9")]
+    rows = as_rows(records, {"u": "ready"})
+    assert [row["version"] for row in rows] == ["-", "9.9.9"]
+    assert {row["age"] for row in rows} == {max(0.0, age_s)}
+    assert as_table(rows).split()[-1] == shown
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 200 OK\r\n\r\n[]", b"\xff\r\n\r\n"])

@@ -1,5 +1,8 @@
-"""The limit on connections that say nothing: who has most of them loses the oldest."""
+"""The limit on connections that say nothing: who has most of them loses the oldest. A listener."""
 
+import asyncio
+import itertools
+import ssl
 from collections.abc import Callable
 from functools import partial
 
@@ -7,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.runtime.listening import PendingConnections
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.tls import server_context
+from tests.external import Certificates
 
 
 class Closed(list[object]):
@@ -34,6 +39,29 @@ def test_a_connection_keeps_its_place_when_it_is_closed_in_another_way_from_now_
     pending.add("one", "a", closed.of("its connection"))
     pending.add("three", "a", closed.of("three"))
     assert closed == ["its connection"]
+
+
+async def test_a_tls_context_that_cannot_be_made_costs_one_connection(
+    certificates: Certificates,
+) -> None:
+    tls, calls = server_context(*certificates.files()), itertools.count()
+
+    def context() -> ssl.SSLContext:
+        if next(calls) == 0:
+            raise ValueError("a damaged file")
+        return tls
+
+    server = TcpServer("127.0.0.1", asyncio.Protocol, PendingConnections(4), context)
+    port = await server.start()
+    trusting = ssl.create_default_context(cafile=certificates.folder / "ca.pem")
+    try:
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        async with asyncio.timeout(5):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.close()
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -1,8 +1,6 @@
 """Limits and deadlines on a running graph: refused clients get the reason, and nothing is left
 over."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -39,28 +37,6 @@ async def _at_rest(graph: Graph, free_blocks: int) -> None:
     eventually(idle, timeout_s=20, what="the engine runs nothing")
     await graph.settled(free_blocks)
     assert graph.count("Frontend", "dynamo_lite_requests_in_flight") == 0
-
-
-async def test_a_request_that_is_not_done_in_time_stops_everywhere(
-    graph: Graph, http: httpx.AsyncClient
-):
-    (before,) = await graph.pools()
-    expired = graph.count("Frontend", EXPIRED)
-    whole = {**ENDLESS, "stream": False, "n": 2, "temperature": 1}
-    late, stream = await asyncio.gather(
-        http.post("/completions", json=whole, headers=TIMEOUT),
-        http.post("/completions", json=ENDLESS, headers=TIMEOUT),
-    )
-    assert late.status_code == 504 and "4 s" in late.json()["error"]["message"]
-    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
-    assert stream.status_code == 200 and lines[-1] == "[DONE]"
-    *answer, last = [json.loads(line) for line in lines[:-1]]
-    assert "".join(chunk["choices"][0]["text"] for chunk in answer)
-    assert last["error"]["code"] == 504
-    await _at_rest(graph, before.free_blocks)
-    assert graph.count("Frontend", EXPIRED) >= expired + 2
-    # Under this name vLLM logs streams that end with an error.
-    graph.excuse("Error in completion stream generator")
 
 
 async def test_time_runs_while_a_prompt_is_elsewhere(graph: Graph, http: httpx.AsyncClient):

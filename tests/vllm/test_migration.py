@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +12,7 @@ import pytest
 
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import Stream, assert_same, prompt_ids, prose
-from tests.vllm.graph import PAIR_LEASE, Graph, PlainServer, eventually, health_of
-from tests.vllm.test_membership import revoke
+from tests.vllm.graph import Graph, PlainServer, eventually, health_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -128,26 +126,4 @@ async def test_a_killed_decode_worker_costs_no_answer(
     assert after["continue"] > before["continue"] and after["replay"] > before["replay"]
     assert pair.count("Frontend", LOST) == lost
     eventually(lambda: _is_back(pair, 0, process.pid), timeout_s=180, what="the worker is back")
-    await pair.settled()
-
-
-@pytest.mark.heavy
-async def test_a_drain_beyond_its_grace_moves_the_rest(
-    pair: Graph, reference: PlainServer, tmp_path: Path
-):
-    requests = [
-        _text(30 + i, 720 + i, temperature=0, max_tokens=2000, ignore_eos=True) for i in range(6)
-    ]
-    right = await _answers(reference.url, _streams(requests))
-    # Less than their answers take on any machine.
-    options = [*pair.servers, PAIR_LEASE, "--Graph.grace-s=0.5"]
-    with Graph(tmp_path, options=options, service="VllmWorker") as joined:
-        before, leaving = _moved(pair), joined.process("VllmWorker")
-        async with _under_way(pair, requests, leaving) as answers:
-            await revoke(pair, leaving.lease)
-            got = await answers
-        assert [answer["tokens"] for answer in got] == [answer["tokens"] for answer in right]
-        assert [answer["usage"] for answer in got] == [answer["usage"] for answer in right]
-        assert _moved(pair)["continue"] > before["continue"]
-        eventually(lambda: joined.exit_code == 0, timeout_s=20, what="it has left in order")
     await pair.settled()

@@ -404,12 +404,6 @@ async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
         await eventually(lambda: bool(front.outputs.deltas))
 
 
-# The Frontend's engine client
-
-
-# A worker's engine
-
-
 # A remote prefill: the job's owner, in a prefill worker
 
 
