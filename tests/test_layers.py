@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_058,
+    "dynamo_lite/protocol": 2_013,
     "dynamo_lite/runtime": 6_574,
     "dynamo_lite/routing": 1_482,
     "dynamo_lite/transfer": 1_350,
     "dynamo_lite/request_plane": 2_102,
-    "dynamo_lite/disagg": 7_351,
+    "dynamo_lite/disagg": 7_137,
     "dynamo_lite/vllm": 6_263,
     "dynamo_lite/forward": 6_146,
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 6_448,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_823,
-    "tests/simulation": 8_713,
+    "tests": 58_501,
+    "tests/simulation": 8_705,
 }
 SLACK = 50
 

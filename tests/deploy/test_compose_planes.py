@@ -107,7 +107,7 @@ async def test_a_job_goes_through_the_queue_and_only_where_it_may(compose: Compo
         await job.ack()
 
         async def empty() -> bool:
-            return (await decode.depth()).total == 0
+            return (await decode.depth()).jobs == 0
 
         await eventually(empty)
     assert "Violation" not in log.read_text()

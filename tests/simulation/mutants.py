@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo_lite.disagg.attempts.instructions import Instruction, Outcome
 from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Attempt, AttemptState, Ledger
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
@@ -31,7 +32,6 @@ from dynamo_lite.protocol.prefill import (
     decode_job,
     decode_written,
 )
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import MakeTransport, RemoteGenerateClient

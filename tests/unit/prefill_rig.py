@@ -200,7 +200,7 @@ class Rig:
         await eventually(lambda: len(self.queue.acked) == jobs)
 
     async def total(self) -> int:
-        return (await self.queue.depth()).total
+        return (await self.queue.depth()).jobs
 
     async def claim(self, payload: bytes) -> bytes | None:
         self.heard.append((self.boottime(), decode_claim(payload)))

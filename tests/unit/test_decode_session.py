@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.attempts.instructions import DeleteJob, Outcome
+from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
@@ -16,7 +17,7 @@ from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Done
 from tests.builders import CLAIM, ENGINE, NAMESPACE, loop_time
 from tests.unit.decode_engine import HELD, LIMIT, WRITER, prompt
-from tests.unit.decode_session import OTHER, OtherEngine, Scene
+from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
 
 
@@ -142,10 +143,9 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
 async def test_what_finds_no_room_is_counted():
     """Otherwise prompts that are computed here under overload would hide it."""
     async with Scene().open(WRITER) as scene:
-        other = OtherEngine(scene)
         scene.decode.tune(max_prefill_queue_tokens=100)
         await scene.ask("r1")
-        await other.say(jobs=2, tokens=109)
+        scene.decode.sees(jobs=2, tokens=109)
         assert scene.decode.admit(prompt("r2", 10)) == 0
         assert scene.decode.admit(prompt("r3", 2)) == 0, "too short in any case"
         assert scene.decode.counted("decision/local/queue_tokens") == 1
@@ -158,22 +158,31 @@ async def test_what_finds_no_room_is_counted():
         assert scene.decode.counted("overflow_tokens") == 20, "an outage is no lack of demand"
 
 
+async def others_have(scene: Scene, *, jobs: int, tokens: int) -> None:
+    """The broker counts these on the queue."""
+
+    async def depth() -> QueueDepth:
+        return QueueDepth(jobs, 4 * tokens)
+
+    scene.decode.queue.depth = depth
+    await asyncio.sleep(0.3)
+
+
 @virtual
 async def test_what_others_have_on_the_queue_counts_and_what_was_asked_since():
     async with Scene().open(WRITER) as scene:
-        other = OtherEngine(scene)
         scene.decode.tune(max_prefill_queue_tokens=100)
-        await other.say(jobs=1, tokens=100)
+        scene.decode.sees(jobs=1, tokens=100)
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/queue_tokens") == 1
-        await other.say(jobs=1, tokens=91)
+        await others_have(scene, jobs=1, tokens=91)
         assert scene.decode.admit(prompt("r2", 10)) > 0
         assert scene.decode.admit(prompt("r3", 10)) == 0
         reply = await scene.explain(last=1)
         seen = decode_explained(reply).decisions[0].queue
         assert seen is not None and (seen.jobs, seen.tokens) == (2, 100)
-        # What this engine waits for is certain, whatever another one has read.
-        await other.say(jobs=0, tokens=0)
+        # What this engine waits for is certain, whatever the broker counts.
+        await others_have(scene, jobs=0, tokens=0)
         assert scene.decode.admit(prompt("r4", 10)) > 0
         reply = await scene.explain(last=1)
         seen = decode_explained(reply).decisions[0].queue
@@ -209,12 +218,12 @@ async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
 ):
     scene = Scene()
     net = scene.decode.net
-    monkeypatch.setattr(net._live, "change", broken)
+    monkeypatch.setattr(net, "_on_options", broken)
     with pytest.raises(Broken):
         async with scene.open(WRITER):
             match loop:
                 case "queue-view":
-                    monkeypatch.setattr(net.queue_watch, "_see", broken)
+                    monkeypatch.setattr(scene.decode.queue, "depth", broken)
                 case "links":
                     monkeypatch.setattr(net.workers._links, "_apply", broken)
                     await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")

@@ -35,7 +35,7 @@ from dynamo_lite.disagg.attempts.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.disagg.decision.lanes import Lane
 
 #: How long a claim holds after each answer, in seconds. A writer renews it three times as often.
 CLAIM_S = 3.0

@@ -12,7 +12,6 @@ from dynamo_lite.disagg.attempts.instructions import Outcome
 from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, LedgerEvent
 from dynamo_lite.disagg.decode.inbox import Inbox, Published
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
@@ -27,6 +26,7 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
 )
 from dynamo_lite.protocol.health import EngineStatus, decode_leave
+from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
@@ -50,7 +50,7 @@ class ControlSession:
     """Use `session()` as the bridge's context.
 
     inbox: for the engine's thread. status: returns the reply to `describe`. explain: answers an
-    `Explain`. live: follows the live options of the engine's component.
+    `Explain`.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class ControlSession:
         config: EngineConfig,
         ledger: Ledger,
         inbox: Inbox,
-        live: LiveThresholds,
         *,
         status: Callable[[], EngineStatus | None],
         explain: Callable[[bytes], bytes],
@@ -68,11 +67,14 @@ class ControlSession:
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._ledger, self._inbox = config, config.role, ledger, inbox
-        self._status, self._explain, self._live = status, explain, live
+        self._status, self._explain = status, explain
+        #: The config file's, overridden by live options. The bridge's thread replaces it as a
+        #: whole; a decision reads it once.
+        self.options = config.role.options
         self._clients, self._on_drop = clients, on_drop
         self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
-        self.queue_watch = QueueWatch(config, self.workers, live, clock.monotonic, on_drop)
+        self.queue_watch = QueueWatch(clock.monotonic)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._queue: PrefillQueue | None = None
         self._attempts: AttemptEvents | None = None
@@ -97,7 +99,7 @@ class ControlSession:
                 store,
                 config.namespace,
                 self._role.component,
-                on_change=self._live.change,
+                on_change=self._on_options,
                 on_drop=self._on_drop,
             )
             await enter(options.following(on_failure))
@@ -111,7 +113,7 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.queue_watch.running(queue, messaging, on_failure))
+            await enter(self.queue_watch.running(queue, on_failure))
             async with attempts.running(on_failure):
                 self.workers.listen(self._on_members, self._on_health)
                 with queue.on_lost(self._on_queue_lost):
@@ -150,13 +152,14 @@ class ControlSession:
                 logger.exception("request %s: queueing the job failed", job.request_id)
             why = "request %s: computed locally, the job was not queued: %s"
             logger.info(why, job.request_id, exc)
-            if not isinstance(exc, QueueFull):
-                self.queue_watch.doubt()
             apply(lambda ledger: ledger.not_published(attempt), *about)
         else:
             self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             apply(lambda ledger: ledger.published(attempt, sequence, lane), *about)
+
+    def _on_options(self, values: Values) -> None:
+        self.options = applied(values, self._role.options)
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()
@@ -189,7 +192,6 @@ class ControlSession:
         self._withdraw_queued(Outcome.QUEUE_LOST, "the queue is lost")
 
     def _on_usable_change(self) -> None:
-        self.queue_watch.workers_changed()
         self.workers.warn_if_none_usable()
         if not self.workers.usable:
             self._withdraw_queued(Outcome.NO_WRITER, "no writer is usable")

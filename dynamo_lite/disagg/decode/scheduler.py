@@ -19,7 +19,6 @@ from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.inbox import Claimed, Inbox
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -60,14 +59,12 @@ class DecodeScheduler:
         self.stats = stats = Counters()
         log = DecisionLog(config, self._now)
         self.prefills = prefills = RemotePrefills(stats, log, self._now, overlapping_steps)
-        live = LiveThresholds(config.role.options)
         self._ledger = ledger or Ledger(landing_s=config.lease_ttl_s)
         self._inbox: Inbox = Inbox()
         self._net = net = ControlSession(
             config,
             self._ledger,
             self._inbox,
-            live,
             status=self._status,
             explain=log.answer,
             clients=clients,
@@ -83,9 +80,7 @@ class DecodeScheduler:
             prefills,
             flights,
             Resumes(block_size, stats, lambda: net.workers.usable, cache),
-            live,
-            net.queue_watch,
-            leaving=lambda: net.leaving,
+            net,
             clock=clock,
             new_attempt=new_attempt,
             overlapping_steps=overlapping_steps,
@@ -208,7 +203,10 @@ class DecodeScheduler:
         """Runs on the bridge's thread."""
         if self.metadata is None:
             return None
-        ledger, view = self._ledger, self._net.queue_watch.fresh
+        ledger, net, now = self._ledger, self._net, self._now()
+        view = net.queue_watch.view
+        if view is not None and now - view.read_at > net.options.queue_view_max_age_s:
+            view = None
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
@@ -218,8 +216,8 @@ class DecodeScheduler:
             quarantined=ledger.quarantined,
             queue_jobs=None if view is None else view.jobs,
             queue_tokens=None if view is None else view.tokens,
-            last_step_age_s=self._now() - self._stepped_at,
-            unresponsive_writers=self._net.workers.unresponsive,
-            unusable_writers=self._net.workers.unusable,
+            last_step_age_s=now - self._stepped_at,
+            unresponsive_writers=net.workers.unresponsive,
+            unusable_writers=net.workers.unusable,
             writers=sorted(ledger.writers),
         )

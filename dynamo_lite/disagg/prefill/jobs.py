@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.disagg.prefill.attempt import JobAttempt, WriterParts
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import decode_job
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted

@@ -127,7 +127,7 @@ async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
     gauge = Gauge(*QUEUE_DEPTH, registry=host.registry)
     while True:
         try:
-            gauge.set((await queue.depth()).total)
+            gauge.set((await queue.depth()).jobs)
         except DynamoLiteError:
             gauge.set(float("nan"))
         await asyncio.sleep(_DEPTH_PERIOD_S)
