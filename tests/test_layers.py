@@ -58,16 +58,16 @@ BUDGET = {
     "dynamo_lite/protocol": 2_013,
     "dynamo_lite/runtime": 6_574,
     "dynamo_lite/routing": 1_482,
-    "dynamo_lite/transfer": 1_350,
+    "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_102,
-    "dynamo_lite/disagg": 7_137,
-    "dynamo_lite/vllm": 6_263,
+    "dynamo_lite/disagg": 7_088,
+    "dynamo_lite/vllm": 6_236,
     "dynamo_lite/forward": 6_146,
     "dynamo_lite/planner": 2_669,
-    "dynamo_lite/serve": 6_448,
+    "dynamo_lite/serve": 6_438,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_501,
-    "tests/simulation": 8_705,
+    "tests": 58_356,
+    "tests/simulation": 8_704,
 }
 SLACK = 50
 

@@ -65,7 +65,8 @@ class NullPrefillEngine:
             await asyncio.sleep(_LOOK_S)
         return AttemptOutcome(job.attempt, "abandoned")
 
-    def check_peer(self, target: EngineMetadata) -> None: ...
+    def check_peer(self, target: EngineMetadata) -> bool:
+        return True
 
     def forget(self, engine_ids: Sequence[str]) -> None: ...
 

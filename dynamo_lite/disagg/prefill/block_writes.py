@@ -108,11 +108,6 @@ class BlockWrites:
         return bool(self._attempts)
 
     @property
-    def engines(self) -> set[str]:
-        """The engines that are written to."""
-        return {attempt.target for attempt in self._attempts.values()}
-
-    @property
     def in_flight(self) -> set[str]:
         """The engines with writes in flight."""
         return {attempt.target for attempt in self._attempts.values() if attempt.in_flight}
