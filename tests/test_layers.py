@@ -60,14 +60,14 @@ BUDGET = {
     "dynamo_lite/routing": 1_482,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_102,
-    "dynamo_lite/disagg": 7_088,
-    "dynamo_lite/vllm": 6_236,
+    "dynamo_lite/disagg": 7_027,
+    "dynamo_lite/vllm": 6_235,
     "dynamo_lite/forward": 6_146,
     "dynamo_lite/planner": 2_669,
     "dynamo_lite/serve": 6_438,
     "dynamo_lite/cli": 3_145,
-    "tests": 58_356,
-    "tests/simulation": 8_704,
+    "tests": 58_364,
+    "tests/simulation": 8_708,
 }
 SLACK = 50
 

@@ -11,8 +11,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.attempts.instructions import Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Attempt, AttemptState, Ledger
+from dynamo_lite.disagg.attempts.ledger import (
+    CLAIM_S,
+    Attempt,
+    AttemptState,
+    Instruction,
+    Ledger,
+    Outcome,
+)
 from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank

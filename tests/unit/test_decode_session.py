@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.attempts.instructions import DeleteJob, Outcome
+from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names

@@ -9,12 +9,20 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.disagg.attempts.instructions import DeleteJob, Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import AttemptState, Ledger
-from dynamo_lite.disagg.decode.inbox import Claimed, DoneBy, Inbox
+from dynamo_lite.disagg.attempts.ledger import (
+    AttemptState,
+    DeleteJob,
+    Ended,
+    Instruction,
+    Ledger,
+    Outcome,
+    Release,
+)
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode
@@ -27,6 +35,39 @@ logger = logging.getLogger(__name__)
 
 #: How many characters of a writer's failure message are kept for `explain`.
 _MAX_DETAIL = 500
+
+
+@dataclass(frozen=True)
+class Published:
+    """The broker has confirmed the attempt's job. at: monotonic seconds."""
+
+    attempt: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A writer holds the attempt. claim: its id. pulled_at, at: when the writer pulled the job, and
+    when it claimed it, in monotonic seconds."""
+
+    attempt: str
+    claim: int
+    writer: int
+    pulled_at: float
+    at: float
+
+
+@dataclass(frozen=True)
+class DoneBy:
+    """This worker reports that it is done with the attempt."""
+
+    attempt: str
+    writer: int
+
+
+Event = Published | Claimed | DoneBy | Release | Ended
+#: What the bridge tells the engine's thread, which takes it in each step.
+Inbox = deque[Event]
 
 LedgerEvent = Callable[[Ledger], list[Instruction]]
 

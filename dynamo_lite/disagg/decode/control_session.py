@@ -8,15 +8,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
-from dynamo_lite.disagg.attempts.ledger import Ledger
-from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, LedgerEvent
-from dynamo_lite.disagg.decode.inbox import Inbox, Published
+from dynamo_lite.disagg.attempts.ledger import Ledger, Outcome
+from dynamo_lite.disagg.bridge import ServerClients
+from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent, Published
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (

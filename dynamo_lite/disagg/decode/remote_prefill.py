@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.decision.rule import Remote, Verdict
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.decisions import DecisionInputs

@@ -11,14 +11,12 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dynamo_lite.disagg.attempts.instructions import Ended, Outcome, Release
-from dynamo_lite.disagg.attempts.ledger import Ledger
-from dynamo_lite.disagg.bridge import OpenBridge
+from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
+from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import Counters
-from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
+from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.inbox import Claimed, Inbox
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -26,7 +24,6 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock

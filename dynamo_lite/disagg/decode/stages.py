@@ -6,9 +6,8 @@
 Traced requests get spans as well.
 """
 
-from dynamo_lite.disagg.counters import DECISION, Counters
+from dynamo_lite.disagg.counters import DECISION, Counters, note_child, note_span
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
-from dynamo_lite.disagg.span_notes import note_child, note_span
 from dynamo_lite.protocol.trace import TraceContext
 
 

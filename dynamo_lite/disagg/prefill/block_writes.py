@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters, note_child
 from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
-from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Written

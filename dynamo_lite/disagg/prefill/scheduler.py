@@ -12,8 +12,8 @@ import enum
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.bridge import OpenBridge
-from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters
+from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
+from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters, note_child
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
@@ -24,8 +24,6 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
