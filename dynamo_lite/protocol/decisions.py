@@ -70,7 +70,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     attempt: AttemptId
     #: See `Outcome` in `disagg/attempts/ledger.py`; empty while it is in flight.
     outcome: Word = ""
-    #: Duration of each stage that was reached (see `disagg/decode/stages.py`).
+    #: Duration of each stage that was reached (see `disagg/decode/remote_prefill.py`).
     stages_s: dict[str, float] = {}
     #: Why its writer did not write, as the writer reported it, or why the prefill was taken back;
     #: empty if something else ended it.

@@ -245,19 +245,15 @@ async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
     event: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Instructions may be lost, for which a request would wait for ever."""
-    about: list[str] = []
     scene = Scene()
     with pytest.raises(Broken):
         async with scene.open(WRITER):
             monkeypatch.setattr(scene.decode.ledger, event, broken)
             if event == "writer_left":
-                about.append(f"writer {WRITER:x} has left")
                 await scene.leave(WRITER)
                 await asyncio.sleep(60)
             assert scene.decode.admit(prompt("r1", 10)) > 0
             attempt = scene.decode.attempt_of("r1")
-            timed = "time has passed"
-            about.append(timed if event == "tick" else f"request r1: attempt {attempt}")
             if event == "writer_done":
                 await asyncio.sleep(0.1)
                 assert await scene.decode.claim(attempt, WRITER) == HELD
@@ -265,8 +261,7 @@ async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
                 subject = names.done_subject(NAMESPACE, ENGINE)
                 await scene.decode.messaging.publish(subject, encode(done))
             await asyncio.sleep(60)  # virtual, and cut short
-    lines = [record.getMessage() for record in caplog.records]
-    assert f"{about[0]}: the ledger failed at this event: Broken()" in lines
+    assert "the ledger failed at an event" in caplog.text and f"ledger.{event}(" in caplog.text
 
 
 @virtual
@@ -282,6 +277,6 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
 
         scene.decode.queue.delete = delete  # type: ignore[method-assign]
         scene.decode.ledger.withdraw_queued = lambda _: [DeleteJob(1), DeleteJob(2)]
-        scene.decode.net._withdraw_queued(Outcome.LEAVING, "test")
+        scene.decode.net._withdraw_queued(Outcome.LEAVING)
         await asyncio.sleep(0.1)
         assert deleted == [1, 2]

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class StepEvents:
     """What one step of the engine tells the bridge."""
 
-    #: What has happened to attempts, in order, and what each concerns.
-    events: Sequence[tuple[LedgerEvent, str]]
+    #: What has happened to attempts, in order.
+    events: Sequence[LedgerEvent]
     #: Of the attempts that have begun.
     jobs: Sequence[RemotePrefillRequest]
 
@@ -120,8 +120,8 @@ class ControlSession:
     async def stepped(self, step: StepEvents) -> None:
         """The engine has made a step."""
         attempts = self.attempts
-        for event, about in step.events:
-            attempts.apply(event, about)
+        for event in step.events:
+            attempts.apply(event)
         for job in step.jobs:
             attempts.start(self._push(job), f"push {job.attempt}")
 
@@ -135,9 +135,8 @@ class ControlSession:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._queue is not None
         attempt, apply = job.attempt, self.attempts.apply
-        about = "request %s: attempt %s", job.request_id, attempt
         if not self.workers.usable:
-            apply(lambda ledger: ledger.not_published(attempt), *about)
+            apply(lambda ledger: ledger.not_published(attempt))
             return
         try:
             lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
@@ -150,11 +149,11 @@ class ControlSession:
                 logger.exception("request %s: queueing the job failed", job.request_id)
             why = "request %s: computed locally, the job was not queued: %s"
             logger.info(why, job.request_id, exc)
-            apply(lambda ledger: ledger.not_published(attempt), *about)
+            apply(lambda ledger: ledger.not_published(attempt))
         else:
             self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
-            apply(lambda ledger: ledger.published(attempt, sequence, lane), *about)
+            apply(lambda ledger: ledger.published(attempt, sequence, lane))
 
     def _on_options(self, values: Values) -> None:
         self.options = applied(values, self._role.options)
@@ -171,13 +170,12 @@ class ControlSession:
         if decode_leave(payload).lease_id != self._config.lease_id:
             raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
-        self._withdraw_queued(Outcome.LEAVING, "the worker leaves")
+        self._withdraw_queued(Outcome.LEAVING)
         return b""
 
     def _on_members(self, _joined: frozenset[int], left: frozenset[int]) -> None:
         """These workers have registered, and those have left."""
         self.attempts.on_left(left)
-        self.workers.forget_links(left)
         self._on_usable_change()
 
     def _on_health(self, _back: frozenset[int], lost: frozenset[int]) -> None:
@@ -187,12 +185,12 @@ class ControlSession:
 
     def _on_queue_lost(self) -> None:
         """The queued jobs are lost: no writer would claim them before their deadlines."""
-        self._withdraw_queued(Outcome.QUEUE_LOST, "the queue is lost")
+        self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:
         self.workers.warn_if_none_usable()
         if not self.workers.usable:
-            self._withdraw_queued(Outcome.NO_WRITER, "no writer is usable")
+            self._withdraw_queued(Outcome.NO_WRITER)
 
-    def _withdraw_queued(self, outcome: Outcome, about: str) -> None:
-        self.attempts.apply(lambda ledger: ledger.withdraw_queued(outcome), about)
+    def _withdraw_queued(self, outcome: Outcome) -> None:
+        self.attempts.apply(lambda ledger: ledger.withdraw_queued(outcome))

@@ -85,7 +85,7 @@ class DecodeScheduler:
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: For the ledger, since the last step.
-        self._events: list[tuple[LedgerEvent, str]] = []
+        self._events: list[LedgerEvent] = []
         #: What the next step tells the ranks.
         self._message = DecodeStep()
         self._stepped_at = self._now()
@@ -111,7 +111,7 @@ class DecodeScheduler:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
         begin = self._prompts.start(request, block_ids, external)
         if begin is not None:
-            self._events.append((begin, f"request {request.request_id}: begins"))
+            self._events.append(begin)
 
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
@@ -153,8 +153,7 @@ class DecodeScheduler:
         self._prompts.finished(request_id)
         if prefill is not None and prefill.attempt and prefill.outcome is None:
             attempt = prefill.attempt
-            about = f"request {request_id}: attempt {attempt}"
-            self._events.append((lambda ledger: ledger.finished(attempt), about))
+            self._events.append(lambda ledger: ledger.finished(attempt))
 
     @property
     def awaits_kv_s(self) -> float | None:
@@ -191,8 +190,7 @@ class DecodeScheduler:
         outcome = Outcome.COMMITTED if received else Outcome.CORRUPT
         if self.prefills.ended(attempt, outcome) is not None:
             # All ranks have the commits of all writers, or said so of others: no write follows.
-            about = f"request {request_id}: attempt {attempt}"
-            self._events.append((lambda ledger: ledger.received(attempt), about))
+            self._events.append(lambda ledger: ledger.received(attempt))
         if not received:
             self._prompts.lost(prefill)
 
