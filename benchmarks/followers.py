@@ -76,8 +76,9 @@ class Steps:
         while self.engine.requests["cached"].num_computed_tokens < len(tokens):
             self.step()
         self.engine.finish_requests("cached", RequestStatus.FINISHED_ABORTED)
-        view = QueueView(0, 0, time.monotonic(), prefill_workers=1, prefill_workers_alive=1)
-        self.engine.connector._decode._net.queue_watch.view = view
+        net = self.engine.connector._decode._net
+        net.queue_watch.view = QueueView(0, 0, time.monotonic())
+        net.workers._health = SimpleNamespace(responsive=(SimpleNamespace(lease_id=1),))
 
     def add(self, name: str, tokens: Sequence[int]) -> None:
         params = SamplingParams(max_tokens=5000, ignore_eos=True)

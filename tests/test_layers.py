@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_999,
+    "dynamo_lite/protocol": 1_954,
     "dynamo_lite/runtime": 6_217,
     "dynamo_lite/routing": 1_037,
-    "dynamo_lite/transfer": 1_350,
+    "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_038,
-    "dynamo_lite/disagg": 7_350,
-    "dynamo_lite/vllm": 6_312,
+    "dynamo_lite/disagg": 6_992,
+    "dynamo_lite/vllm": 6_284,
     "dynamo_lite/forward": 5_304,
     "dynamo_lite/planner": 2_129,
-    "dynamo_lite/serve": 6_054,
+    "dynamo_lite/serve": 6_045,
     "dynamo_lite/cli": 2_955,
-    "tests": 57_063,
-    "tests/simulation": 8_575,
+    "tests": 56_596,
+    "tests/simulation": 8_570,
 }
 SLACK = 50
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.listing import as_clock, as_time, table
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.protocol.decisions import Asked, Decision, QueueSeen
 
 #: When (seconds since the epoch), by which worker (lease), and what.

@@ -16,8 +16,15 @@ from typing import Any, Protocol
 
 import uvloop
 
+from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -40,6 +47,32 @@ class Bridge(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ServerClients(Protocol):
+    """Each call opens a client of its own, as a context."""
+
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]: ...
+
+    def store(self) -> AbstractAsyncContextManager[Store]: ...
+
+    def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]: ...
+
+
+class NatsEtcdClients:
+    """Implements `ServerClients` with NATS and etcd at the URLs of the engine's config."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+
+    def messaging(self) -> NatsMessaging:
+        return NatsMessaging(self._config.nats_url)
+
+    def store(self) -> EtcdStore:
+        return EtcdStore(self._config.etcd_url)
+
+    def queue(self, config: QueueConfig) -> PrefillQueue:
+        return open_queue(self._config.nats_url, self._config.namespace, config)
 
 
 #: Returns the bridge of a session.

@@ -1,11 +1,15 @@
 """Counters of a scheduler or worker half, collected for the next step.
 
 A half adds to a small dictionary. The engine carries it to its component with the
-statistics of the same step, in order and without loss.
+statistics of the same step, in order and without loss. Spans go the same way, as short lists: the
+engine's processes have no tracing library.
 """
 
 import threading
 from typing import Any
+
+from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing import Attributes
 
 DECISION = "decision"  # + "/verdict/reason"
 ASKED = "asked_tokens"  # prompt tokens that remote prefills have to compute
@@ -25,7 +29,7 @@ PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # tokens that a prefill engine computed for its jobs
 RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 BROKEN_LINK = "broken_link"  # a list of [decode engine, why a transfer with it failed]
-SPAN = "span"  # a list of spans: see `span_notes.py`
+SPAN = "span"  # a list of spans: see `note_span`
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 
@@ -57,3 +61,30 @@ class Counters:
         with self._lock:
             taken, self.data = self.data, {}
         return taken
+
+
+def note_span(
+    stats: Counters,
+    name: str,
+    context: TraceContext,
+    parent: str,
+    start: float,
+    end: float,
+    *,
+    attributes: Attributes | None = None,
+) -> None:
+    """As `Tracer.record` of an internal span, by this host's monotonic clock. Any thread."""
+    ids = (context.trace_id, context.span_id, parent)
+    stats.append(SPAN, [name, *ids, start, max(start, end), "internal", dict(attributes or {})])
+
+
+def note_child(
+    stats: Counters,
+    name: str,
+    parent: TraceContext,
+    start: float,
+    end: float,
+    attributes: Attributes | None = None,
+) -> None:
+    """As `Tracer.record_child`."""
+    note_span(stats, name, parent.child(), parent.span_id, start, end, attributes=attributes)

@@ -5,7 +5,7 @@ without. An engine is an async context manager: entering loads it,
 leaving frees it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,17 +130,13 @@ class PrefillEngine(Engine, Protocol):
         cell: of the attempt's claim. While it is closed, no write and no read starts; an attempt
         whose cell has closed ends as "abandoned".
         on_first_token: awaited with the first token of the answer, if the job asks for it and
-        this engine can sample it. Raises Refused or IncompatiblePeer when nothing was begun.
+        this engine can sample it. Raises Refused when nothing was begun.
         """
         ...
 
-    def check_peer(self, target: EngineMetadata) -> None:
-        """Raises IncompatiblePeer, with both sides named, for a decode engine that it must not
-        write to."""
-        ...
-
-    def forget(self, engine_ids: Sequence[str]) -> None:
-        """These decode engines have left, so their state may be dropped."""
+    def check_peer(self, target: EngineMetadata) -> bool:
+        """Whether the target's blocks can also be read. Raises IncompatiblePeer, with both sides
+        named, for a decode engine that it must not write to."""
         ...
 
     async def abandon(self, attempt: str) -> None:

@@ -83,12 +83,11 @@ class PrefillStep:
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
     #: Metadata (msgpack) by engine id, in the first step that needs it. The ranks keep it until
-    #: `forget` names the engine.
+    #: `forget` names the engine, which no job has then.
     targets: dict[str, bytes] = field(default_factory=dict)
     #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
     #: which knows its own.
     own: bytes = b""
-    #: Engines that have left.
     forget: list[str] = field(default_factory=list)
     #: Request id and completeness of requests that finished. A request that was stopped early is
     #: not complete.
@@ -121,8 +120,6 @@ class WorkerReport:
     cached: dict[str, int] = field(default_factory=dict)
     #: Why a transfer with a decode engine failed, by engine.
     broken: dict[str, str] = field(default_factory=dict)
-    #: Engines whose metadata a rank should have but does not.
-    unknown: set[str] = field(default_factory=set)
 
     def joined(self, other: "WorkerReport") -> "WorkerReport":
         """Combines the reports of two ranks. Of `landed` blocks, those count that both have."""
@@ -130,5 +127,4 @@ class WorkerReport:
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])
         failures, cached = self.failures | other.failures, self.cached | other.cached
-        broken, unknown = self.broken | other.broken, self.unknown | other.unknown
-        return WorkerReport(failures, landed, cached, broken, unknown)
+        return WorkerReport(failures, landed, cached, self.broken | other.broken)

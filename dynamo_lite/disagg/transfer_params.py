@@ -49,8 +49,6 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     prefix_block_ids: list[BlockId] = []
     #: The decode engine's `EngineMetadata` in msgpack.
     target: bytes
-    #: Decode engines that have left since the last job.
-    forget: list[str] = []
     #: Of the attempt's claim.
     cell: Cell
 
@@ -59,7 +57,6 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
         cls,
         job: RemotePrefillRequest,
         target: EngineMetadata,
-        forget: list[str],
         cell: Cell,
     ) -> "PrefillJobParams":
         return cls(
@@ -71,7 +68,6 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
             block_ids=job.block_ids,
             prefix_block_ids=job.prefix_block_ids,
             target=encode(target),
-            forget=forget,
             cell=cell,
         )
 

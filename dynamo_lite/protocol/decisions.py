@@ -68,9 +68,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a remote prefill."""
 
     attempt: AttemptId
-    #: See `disagg/attempts/instructions.py`; empty while it is in flight.
+    #: See `Outcome` in `disagg/attempts/ledger.py`; empty while it is in flight.
     outcome: Word = ""
-    #: Duration of each stage that was reached (see `disagg/decode/stages.py`).
+    #: Duration of each stage that was reached (see `disagg/decode/remote_prefill.py`).
     stages_s: dict[str, float] = {}
     #: Why its writer did not write, as the writer reported it, or why the prefill was taken back;
     #: empty if something else ended it.

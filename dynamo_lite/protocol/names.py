@@ -105,11 +105,6 @@ def prefill_jobs_subject(namespace: str) -> str:
     return f"{prefill_stream(namespace)}.jobs"
 
 
-def depth_subject(namespace: str) -> str:
-    """Readings of the prefill queue's depth: one decode engine asks the broker for all."""
-    return f"{namespace}_prefill_depth"
-
-
 def claim_subject(namespace: str, engine_id: str) -> str:
     """Requests from prefill workers to a decode engine: may I write this attempt, or go on?"""
     return f"{namespace}_engine.{engine_id}.claim"

@@ -91,7 +91,7 @@ def _workers(namespace: str) -> tuple[Permissions, ...]:
     members, links = names.components_prefix(namespace), names.links_prefix(namespace)
     decode, prefill = (names.health_subject(namespace, one) for one in (_DECODE, _PREFILL))
     stream, jobs = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
-    metadata, depth = names.nixl_metadata_prefix(namespace), names.depth_subject(namespace)
+    metadata = names.nixl_metadata_prefix(namespace)
     describe = _of_any(namespace, names.describe_subject)
     own_engine = (*_of_any(namespace, names.leave_subject), *describe)
     from_prefill = (names.claim_subject, names.done_subject, names.first_token_subject)
@@ -101,11 +101,11 @@ def _workers(namespace: str) -> tuple[Permissions, ...]:
         Permissions(
             _DECODE,
             publish=(
-                *(decode, names.kv_subject(namespace, _DECODE), *own_engine, depth),
+                *(decode, names.kv_subject(namespace, _DECODE), *own_engine),
                 *(jobs, f"{jobs}.*", *queue, f"$JS.API.STREAM.MSG.DELETE.{stream}"),
             ),
             subscribe=(
-                *(_endpoints(namespace, _DECODE), _snapshots(namespace), prefill, depth),
+                *(_endpoints(namespace, _DECODE), _snapshots(namespace), prefill),
                 *(*own_engine, *to_decode, *_of_any(namespace, names.explain_subject)),
             ),
             read=(members, links, names.live_options_key(namespace, _DECODE)),
@@ -146,7 +146,6 @@ def _queue_api(stream: str) -> tuple[str, ...]:
         f"$JS.API.STREAM.CREATE.{stream}",
         f"$JS.API.STREAM.UPDATE.{stream}",
         f"$JS.API.STREAM.DELETE.{stream}",
-        f"$JS.API.CONSUMER.LIST.{stream}",
         f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.>",
     )

@@ -165,7 +165,6 @@ def ask_first_token(request: EngineCoreRequest, sampling: FirstTokenSampling) ->
 def prefill(
     job: RemotePrefillRequest,
     target: EngineMetadata,
-    forget: list[str],
     cell: Cell,
     model: ModelConfig,
     *,
@@ -173,7 +172,7 @@ def prefill(
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
-    forget: decode engines that have left. first_token: the request samples the first token of the
+    first_token: the request samples the first token of the
     answer, as the job asks; otherwise its token is ignored. cell: see `PrefillJobParams`. Raises
     Refused.
     """
@@ -188,7 +187,7 @@ def prefill(
         except (VLLMError, ValueError) as exc:
             raise Refused(f"sampling of the first token: {exc}", elsewhere=False) from exc
     _check_prompt(prompt, model)
-    transfer = pack(PrefillJobParams.of(job, target, forget, cell))
+    transfer = pack(PrefillJobParams.of(job, target, cell))
     sampling.extra_args = {KV_TRANSFER_PARAMS: transfer}
     return EngineCoreRequest(
         request_id=job.attempt,

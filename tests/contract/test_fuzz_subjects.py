@@ -29,7 +29,6 @@ from dynamo_lite.protocol.prefill import (
     decode_job,
     decode_written,
 )
-from dynamo_lite.protocol.queue import decode_queue_reading
 from tests.builders import prefill_job
 from tests.hostile import Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
@@ -65,7 +64,6 @@ DECODERS: dict[str, Decoder[Any]] = {
     "leave": decode_leave,
     "explain": decode_explain,
     "beat": decode_heartbeat,
-    "queue_reading": decode_queue_reading,
     "job": decode_job,
     "notice": decode_written,
 }
@@ -90,7 +88,6 @@ class Attack:
             "describe": names.describe_subject(*engine),
             "explain": names.explain_subject(*engine),
             "beat": names.health_subject("t", "PrefillWorker"),
-            "queue_reading": names.depth_subject("t"),
         }
         self.kinds = (self._replayed, self._spoiled, self._foreign)
         for where, message in FOREIGN:

@@ -41,7 +41,11 @@ async def test_a_job_goes_from_a_decode_to_a_prefill_worker(rights: LeastRights)
         job = await prefill.pull(timeout_s=5)
         assert job is not None and job.payload == b"one"
         await job.ack()
-        assert (await decode.depth()).waiting == 0
+
+        async def is_empty() -> bool:
+            return (await decode.depth()).jobs == 0
+
+        await eventually(is_empty)
         sequence = await decode.push(b"two", message_id="2")
         assert await decode.delete(sequence)
     assert rights.violations()[seen:] == []

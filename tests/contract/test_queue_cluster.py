@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.tasks import running as owned
 from tests.builders import eventually
 from tests.clusters import NatsCluster, nats_cluster
@@ -27,7 +27,10 @@ from tests.sim import contract
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("no_leaked_tasks")]
 
 globals().update(contract.tests_of(test_queue, "open_queue"))
-# Here there is room some time after an ack: the servers have to agree.
+# Here there is room some time after an ack, and a lane shows a job some time after its push: the
+# servers have to agree.
+del test_earlier_lanes_go_first_and_each_keeps_its_order  # type: ignore[name-defined]  # noqa: F821
+del test_a_long_job_is_not_passed_over_for_ever  # type: ignore[name-defined]  # noqa: F821
 del test_the_cap_is_exact, test_lanes_share_the_cap_the_ids_and_the_end  # type: ignore[name-defined]  # noqa: F821
 
 THREE = QueueConfig(replicas=3)
@@ -141,10 +144,9 @@ async def made_progress(arrived: list[bytes]) -> None:
 
 
 async def has(queue: PrefillQueue, jobs: int) -> bool:
-    """False while it is unknown: the list of the stream's consumers comes from all of their
-    leaders, which are elected one by one after a server is lost."""
+    """False while it is unknown, because the stream's leader is being elected."""
     try:
-        return (await queue.depth()).total == jobs
+        return (await queue.depth()).jobs == jobs
     except BrokerUnavailable:
         return False
 
@@ -206,7 +208,7 @@ async def test_a_queue_without_replicas_that_a_cluster_lost_is_noticed(
                 while len(told) < 2:
                     with contextlib.suppress(BrokerUnavailable, PushAmbiguous, QueueFull):
                         await push(decode, b"new")
-                        prefill.heard((await decode.depth()).identity)
+                        await prefill.depth()
                     while not heard.empty():
                         told.add(heard.get_nowait())
                     await asyncio.sleep(0.05)

@@ -78,7 +78,7 @@ class AskingEngine(null_graph.PacedEngine):
 
     async def submit(self, request: GenerateRequest) -> None:
         seen = QueueSeen(
-            jobs=(await self._queue.depth()).total,
+            jobs=(await self._queue.depth()).jobs,
             prefill_workers=len(self._writers.members),
             age_s=0.0,
         )

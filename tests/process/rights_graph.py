@@ -55,7 +55,8 @@ class NullPrefillEngine:
         holds = boottime() < self._cells.until(cell)
         return AttemptOutcome(job.attempt, "written" if holds else "abandoned")
 
-    def check_peer(self, target: EngineMetadata) -> None: ...
+    def check_peer(self, target: EngineMetadata) -> bool:
+        return True
 
     def forget(self, engine_ids: Sequence[str]) -> None: ...
 

@@ -78,7 +78,7 @@ async def test_no_remote_prefill_fails_while_prefill_workers_are_replaced(
         await eventually(lambda: not jobs.open, _PATIENCE_S)
 
         async def answered() -> bool:
-            return (await queue.depth()).total == 0
+            return (await queue.depth()).jobs == 0
 
         await eventually(answered, _PATIENCE_S)
     # They had just begun when the worker began to leave.

@@ -12,15 +12,15 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.counters import DROPPED
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.protocol.records import decode_engine, encode_engine
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
-from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
@@ -52,6 +52,21 @@ class Servers:
 
     def queue(self, config: QueueConfig) -> MemoryQueue:
         return MemoryQueue(self._broker, stream="jobs", subject="jobs", config=config)
+
+
+class _Links:
+    """Of a prefill engine whose links all work."""
+
+    def __init__(self, store: MemoryStore, engine: SimEngine):
+        self._store, self._engine = store, engine
+
+    async def of(self, engine_id: str) -> PeerLink | None:
+        raw = await self._store.get(names.nixl_metadata_key("t", engine_id))
+        if raw is None:
+            return None
+        link = PeerLink(decode_engine(raw))
+        link.reads = self._engine.check_peer(link.target)
+        return link
 
 
 class Task:
@@ -149,7 +164,7 @@ class Pair:
             queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
             engine=self.prefill,
             cells=self.cells,
-            directory=MetadataDirectory(store, "t", self._drop),
+            links=_Links(store, self.prefill),  # type: ignore[arg-type]
             messaging=self.servers.messaging(),
             registry=CollectorRegistry(),
             clock=self.clock,

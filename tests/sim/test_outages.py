@@ -71,7 +71,7 @@ async def test_a_push_without_an_answer_is_ambiguous(
     await job.ack()
 
     async def is_empty() -> bool:
-        return (await decode.depth()).total == 0
+        return (await decode.depth()).jobs == 0
 
     await eventually(is_empty)
 

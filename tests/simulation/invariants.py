@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
-from dynamo_lite.disagg.attempts.ledger import CLAIM_S
+from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Outcome
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.queue.base import Job

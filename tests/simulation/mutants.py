@@ -12,12 +12,20 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.attempts.instructions import Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Attempt, AttemptState, Ledger
+from dynamo_lite.disagg.attempts.ledger import (
+    CLAIM_S,
+    Attempt,
+    AttemptState,
+    Instruction,
+    Ledger,
+    Outcome,
+)
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
@@ -32,8 +40,7 @@ from dynamo_lite.protocol.prefill import (
     decode_job,
     decode_written,
 )
-from dynamo_lite.protocol.queue import Lane
-from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
+from dynamo_lite.protocol.records import EndpointRecord, KvRegion
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import MakeTransport, RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
@@ -43,9 +50,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.runtime.store import Lease
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
-from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.planner_mutants import PLANNER_MUTANTS
 from tests.simulation.shipped import Mutant, Shipped
@@ -199,24 +205,28 @@ def _silently_dropped(worker: PrefillWorker, host: Host) -> None:
     _use(worker, messaging=_SilentlyDropped(host.messaging))
 
 
-class _ByAddress(MetadataDirectory):
-    def __init__(self, store: Store, namespace: str):
-        super().__init__(store, namespace)
+class _ByAddress:
+    """A worker's links, with the first layout that was seen at each address."""
+
+    def __init__(self, links: PeerLinks):
+        self._links = links
         self._met: dict[bytes, tuple[KvRegion, ...]] = {}
 
-    async def get(self, engine_id: str) -> EngineMetadata | None:
-        found = await super().get(engine_id)
-        if found is None:
-            return None
-        (rank,) = found.ranks
-        address = rank.agent.partition(b"/")[0]
-        rank = msgspec.structs.replace(rank, regions=self._met.setdefault(address, rank.regions))
-        return msgspec.structs.replace(found, ranks=(rank,))
+    async def of(self, engine_id: str) -> PeerLink | None:
+        link = await self._links.of(engine_id)
+        if link is not None:
+            (rank,) = link.target.ranks
+            address = rank.agent.partition(b"/")[0]
+            regions = self._met.setdefault(address, rank.regions)
+            rank = msgspec.structs.replace(rank, regions=regions)
+            link.target = msgspec.structs.replace(link.target, ranks=(rank,))
+        return link
 
 
 def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
     """The memory layout of a decode engine is kept by its address, not by its incarnation."""
-    _use(worker, directory=_ByAddress(host.store, host.spec.namespace))
+    assert worker._links is not None
+    _use(worker, links=_ByAddress(worker._links))
 
 
 def _hold_too_many(worker: PrefillWorker, host: Host) -> None:

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from dynamo_lite.disagg.decision.lanes import LaneTurns
+from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
 from dynamo_lite.disagg.queue.base import MAX_AGE_S, Incarnations, QueueConfig, QueueDepth
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
-from dynamo_lite.protocol.queue import Lane
 
 
 @dataclass
@@ -22,7 +21,6 @@ class Entry:
     payload: bytes
     lane: Lane
     expires_at: float
-    waiting: bool = True
 
 
 class MemoryStream:
@@ -62,11 +60,8 @@ class MemoryStream:
     def _take(self, lane: Lane) -> Entry | None:
         order = self.order.get(lane, ())
         while order:
-            entry = self.entries.get(order.popleft())
-            if entry is None:
-                continue
-            entry.waiting = False
-            return entry
+            if (entry := self.entries.get(order.popleft())) is not None:
+                return entry
         return None
 
 
@@ -196,14 +191,8 @@ class MemoryQueue:
     async def depth(self) -> QueueDepth:
         self._broker.check_connected()
         self._stream.expire()
-        waiting = sum(entry.waiting for entry in self._stream.entries.values())
-        in_flight = len(self._stream.entries) - waiting
-        size = sum(len(entry.payload) for entry in self._stream.entries.values())
-        return QueueDepth(waiting, in_flight, size, identity=str(self._stream.number))
-
-    def heard(self, identity: str) -> None:
-        if identity != str(self._stream.number) and self._broker.connected:
-            self.look()
+        entries = self._stream.entries.values()
+        return QueueDepth(len(entries), sum(len(entry.payload) for entry in entries))
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)

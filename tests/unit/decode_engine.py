@@ -200,9 +200,9 @@ class Decode:
         self.clock.now += seconds
         self.events._tick()
 
-    def sees(self, jobs: int = 0, prefill_workers: int = 1, *, tokens: int = 0) -> None:
+    def sees(self, jobs: int = 0, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
-        self.net.queue_watch.view = QueueView(jobs, tokens, self.clock.now, prefill_workers)
+        self.net.queue_watch.view = QueueView(jobs, tokens, self.clock.now)
 
     def admit(self, request: Any, cached: int = 0) -> int:
         """vLLM's scheduler takes a waiting request. Returns its external tokens."""
@@ -283,7 +283,7 @@ class Decode:
 
     def tune(self, **values: Any) -> None:
         """These live options of the engine's component are set now, and no others."""
-        self.net._live.change({name.replace("_", "-"): value for name, value in values.items()})
+        self.net._on_options({name.replace("_", "-"): value for name, value in values.items()})
 
     async def describe(self) -> EngineStatus | None:
         reply = await self.net._on_describe(b"")

@@ -9,7 +9,6 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
-from dynamo_lite.protocol.queue import QueueReading
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.tasks import running
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
@@ -148,16 +147,3 @@ class Scene:
             await asyncio.sleep(0.01)
             assert loop_time() - began <= seconds, self.decode.ledger
         return loop_time() - began
-
-
-class OtherEngine:
-    """Another decode engine, which reads the queue for this one."""
-
-    def __init__(self, scene: Scene):
-        self._messaging = scene.decode.messaging
-
-    async def say(self, **fields: Any) -> None:
-        said = {"jobs": 0, "tokens": 0, "identity": "1", "age_s": 0.0, **fields}
-        reading = QueueReading(engine_id="other", **said)
-        await self._messaging.publish(names.depth_subject(NAMESPACE), encode(reading))
-        await asyncio.sleep(0.01)

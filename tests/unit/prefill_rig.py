@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
-from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -24,11 +24,10 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_done,
 )
-from dynamo_lite.protocol.records import EngineMetadata, encode_engine
+from dynamo_lite.protocol.records import EngineMetadata, decode_engine, encode_engine
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tracing import Tracer
-from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import (
     ENGINE,
     NAMESPACE,
@@ -133,7 +132,7 @@ class ScriptedEngine:
 class Rig:
     """One worker's jobs, and the decode engine that they are for."""
 
-    def __init__(self, *, links: Any = None, tracer: Tracer | None = None):
+    def __init__(self, *, links: "ScriptedLinks | None" = None, tracer: Tracer | None = None):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
         #: How far the host's clock is ahead of the loop's, as if the process had stood still.
         self.stalled_s = 0.0
@@ -142,16 +141,17 @@ class Rig:
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs")
         self.queue.acked, self.queue.kept = [], []
         ids = itertools.count(1)
+        self.links: ScriptedLinks = links or ScriptedLinks()
+        self.links.store = self.store
         self.jobs = PrefillJobs(
             namespace=NAMESPACE,
             lease_id=LEASE,
             queue=self.queue,
             engine=self.engine,  # type: ignore[arg-type]
             cells=self.cells,
-            directory=MetadataDirectory(self.store, NAMESPACE),
             messaging=self.messaging,
             registry=self.registry,
-            links=links,
+            links=self.links,  # type: ignore[arg-type]
             tracer=tracer,
             new_claim=lambda: next(ids),
             clock=Clock(monotonic=loop_time, boottime=self.boottime),
@@ -200,7 +200,7 @@ class Rig:
         await eventually(lambda: len(self.queue.acked) == jobs)
 
     async def total(self) -> int:
-        return (await self.queue.depth()).total
+        return (await self.queue.depth()).jobs
 
     async def claim(self, payload: bytes) -> bytes | None:
         self.heard.append((self.boottime(), decode_claim(payload)))
@@ -218,7 +218,7 @@ async def working(
     *,
     runners: int = 1,
     serving: bool = True,
-    links: "PeerLinks | ScriptedLinks | None" = None,
+    links: "ScriptedLinks | None" = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[Rig]:
     """serving: whether the decode engine answers claims."""
@@ -247,14 +247,16 @@ async def working(
 
 
 class ScriptedLinks:
-    """why_not: why no engine's link is used."""
+    """The link to the engine whose record is in the store. why_not: why it is not used."""
 
-    def __init__(self, why_not: str = ""):
-        self.why_not, self.successes = why_not, list[str]()
+    def __init__(self, why_not: str = "", *, reads: bool = True):
+        self.link = PeerLink(TARGET)
+        self.link.mark, self.link.reads, self.link.failures = why_not, reads, 1
+        self.store = MemoryStore()
 
-    def trouble(self, target: EngineMetadata) -> str:
-        assert target.engine_id == ENGINE
-        return self.why_not
-
-    def worked(self, engine_id: str) -> None:
-        self.successes.append(engine_id)
+    async def of(self, engine_id: str) -> PeerLink | None:
+        raw = await self.store.get(names.nixl_metadata_key(NAMESPACE, engine_id))
+        if raw is None:
+            return None
+        decode_engine(raw)
+        return self.link

@@ -98,11 +98,11 @@ def test_notifications_of_many_other_claims_do_not_hide_its_own(ranked: Ranked):
     assert ranked.counted(UNCLAIMED) == 100
 
 
-@pytest.mark.parametrize("claim", [100, 195, 196, 199])
-def test_the_memory_of_other_claims_is_bounded(ranked: Ranked, claim: int):
+@pytest.mark.parametrize("claim", [100, 143, 144, 399])
+def test_what_comes_before_a_claim_is_bounded(ranked: Ranked, claim: int):
     ranked.step(expect={"a1": "r1"})
-    ranked.step(*(commit(100 + i) for i in range(100)))
-    # Those of the last four are known.
-    known = claim >= 196
+    ranked.step(*(commit(100 + i) for i in range(300)))
+    # The last 256 are known.
+    known = claim >= 144
     assert ranked.step(claims={"a1": claim}) == (({"r1"}, set()) if known else NOTHING)
-    assert not known or ranked.counted(UNCLAIMED) == 99
+    assert not known or ranked.counted(UNCLAIMED) == 299

@@ -151,7 +151,7 @@ async def test_a_burst_counts_its_own_jobs(decode: Decode):
     assert decode.counted("decision/local/queue_full") == 11
     decode.half.build_step()
     await decode.network()
-    assert (await decode.queue.depth()).total == QUEUE_SIZE
+    assert (await decode.queue.depth()).jobs == QUEUE_SIZE
     decode.clock.now += 0.1
     decode.output("r0", "r1")
     decode.sees(jobs=QUEUE_SIZE - 2)
@@ -241,7 +241,7 @@ async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     decode.finish("r1")
     expected = list(decode.half.build_step().expect.items())
     await decode.network()
-    assert (await decode.queue.depth()).total == 0
+    assert (await decode.queue.depth()).jobs == 0
     assert decode.half.build_step().give_up == expected
     decode.assert_clean()
 
@@ -261,8 +261,10 @@ async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble
         for i in range(DEPTH):
             await decode.queue.push(b"", message_id=str(i))
     decode.broker.set_connected(trouble != "away")
+    assert decode.admit(prompt("r1", 10)) > 0
+    [attempt] = decode.half.build_step().expect
     decode.writers.members = () if trouble == "no writer" else (WRITER,)
-    attempt = await decode.ask("r1")
+    await decode.network()
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/refused") == 1
     decode.finish_last("r1")
@@ -286,7 +288,7 @@ async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
     await change(decode, left=WRITER)
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/no_writer") == 1
-    assert (await decode.queue.depth()).total == 0
+    assert (await decode.queue.depth()).jobs == 0
 
 
 async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(decode: Decode):

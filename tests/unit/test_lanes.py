@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.disagg.decision.lanes import PATIENCE, LaneTurns, granted_priority, lane_of
+from dynamo_lite.disagg.decision.lanes import PATIENCE, Lane, LaneTurns, granted_priority, lane_of
 from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.protocol.queue import Lane
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_lite.disagg.attempts.instructions import DeleteJob, Ended, Outcome, Release
-from dynamo_lite.disagg.attempts.ledger import LEAVING_S, PASSED_S, AttemptState, Ledger
-from dynamo_lite.protocol.queue import Lane
+from dynamo_lite.disagg.attempts.ledger import (
+    LEAVING_S,
+    PASSED_S,
+    AttemptState,
+    DeleteJob,
+    Ended,
+    Ledger,
+    Outcome,
+    Release,
+)
+from dynamo_lite.disagg.decision.lanes import Lane
 
 LANDING, CLAIM = 10.0, 3.0
 WRITER, OTHER = 0xA, 0xB

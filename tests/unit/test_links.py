@@ -1,7 +1,7 @@
 """A prefill worker's links: used until a transfer fails, left unused for a while, tried again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,14 +9,13 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import IncompatiblePeer, StoreUnavailable
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, encode_engine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.stop import StopRequest
-from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import engine_metadata, eventually, process_spec, rank_metadata
 from tests.twins.servers import MemoryMessaging, MemoryStore
 
@@ -36,26 +35,23 @@ class Engine:
     def __init__(self) -> None:
         self.unfit: set[str] = set()
         self.checked: list[str] = []
-        self.forgotten: list[str] = []
 
-    def forget(self, engine_ids: Sequence[str]) -> None:
-        self.forgotten += engine_ids
-
-    def check_peer(self, target: EngineMetadata) -> None:
+    def check_peer(self, target: EngineMetadata) -> bool:
         self.checked.append(target.engine_id)
         if target.engine_id in self.unfit:
             raise IncompatiblePeer(target.engine_id, UNFIT)
+        return target.engine_id != "unreadable"
 
 
 class Rig:
     def __init__(self, host: Host, store: MemoryStore, printed: list[str]):
         self.host, self.store, self.printed = host, store, printed
-        self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
+        self.engine = Engine()
         self.links = self.made(LONG)
 
     def made(self, backoff: Backoff) -> PeerLinks:
         self.host.registry = CollectorRegistry()
-        return PeerLinks(self.host, self.engine, self.directory, backoff=backoff)
+        return PeerLinks(self.host, self.engine, backoff=backoff)
 
     async def run(self, links: PeerLinks | None = None) -> PeerLinks:
         """Follows the engines, from when those that are there are listed."""
@@ -70,6 +66,9 @@ class Rig:
         key = names.nixl_metadata_key("t", engine_id)
         await self.store.put(key, encode_engine(target))
         return target
+
+    def mark(self, engine_id: str, links: PeerLinks | None = None) -> str:
+        return (links or self.links)._links[engine_id].mark
 
     async def leave(self, engine_id: str) -> None:
         await self.store.delete(names.nixl_metadata_key("t", engine_id))
@@ -112,12 +111,13 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_a_link_is_used_until_a_transfer_over_it_fails(rig: Rig):
-    one, two = await rig.add("d1", 7), await rig.add("d2", 8)
+    await rig.add("d1", 7)
+    await rig.add("d2", 8)
     await rig.run()
-    assert (rig.links.trouble(one), rig.links.trouble(two), await rig.marks()) == ("", "", {})
+    assert (rig.mark("d1"), rig.mark("d2"), await rig.marks()) == ("", "", {})
     for why in (RESET, "transfers that fail together are one failure"):
         rig.links.broke("d1", why)
-    assert (rig.links.trouble(one), rig.links.trouble(two)) == (RESET, "")
+    assert rig.mark("d1") == RESET and "d2" not in rig.links._links
     assert await rig.marked("d1") == {
         "d1": LinkRecord(
             prefill_lease_id=rig.host.lease.id,
@@ -131,12 +131,12 @@ async def test_a_link_is_used_until_a_transfer_over_it_fails(rig: Rig):
 
 async def test_the_mark_ends_and_the_next_job_is_the_try(rig: Rig):
     links = rig.made(SHORT)
-    target = await rig.add("d1")
+    await rig.add("d1")
     await rig.run(links)
     for _ in range(3):
         links.broke("d1", RESET)
-        assert links.trouble(target) == RESET
-        await eventually(lambda: not links.trouble(target))
+        assert rig.mark("d1", links) == RESET
+        await eventually(lambda: not rig.mark("d1", links))
         await rig.marked()
 
 
@@ -144,16 +144,16 @@ async def test_another_failure_marks_it_for_longer_and_success_ends_the_series(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ):
     links = rig.made(Backoff(first_s=0.01, factor=2.0, longest_s=0.04))
-    target = await rig.add("d1")
+    await rig.add("d1")
     await rig.run(links)
 
     async def fails() -> str:
         links.broke("d1", RESET)
-        await eventually(lambda: not links.trouble(target))
+        await eventually(lambda: not rig.mark("d1", links))
         return caplog.messages[-1]
 
     said = [await fails() for _ in range(4)]
-    links.worked("d1")
+    links._links["d1"].failures = 0
     said.append(await fails())
     assert said == [
         f"link to engine d1: used again in {s} s: {RESET}" for s in (0.01, 0.02, 0.04, 0.04, 0.01)
@@ -175,11 +175,46 @@ async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(r
 
 async def test_a_job_may_come_before_the_store_shows_its_engine(rig: Rig):
     rig.engine.unfit = {"d1"}
-    one, two = await rig.add("d1"), await rig.add("d2")
-    assert (rig.links.trouble(one), rig.links.trouble(two)) == (UNFIT, "")
-    await rig.marked("d1")
+    await rig.add("d1")
+    two, other = await rig.add("d2"), await rig.add("unreadable")
+    assert await rig.links.of("d9") is None
+    found = [await rig.links.of(engine_id) for engine_id in ("d1", "d2", "unreadable")]
+    assert [(link.mark, link.reads) for link in found if link] == [
+        (UNFIT, False),
+        ("", True),
+        ("", False),
+    ]
+    assert [link.target for link in found[1:] if link] == [two, other]
     await rig.run()
-    assert rig.engine.checked == ["d1", "d2"]
+    await rig.marked("d1")
+    rig.store.set_available(False)
+    assert (await rig.links.of("d2")) is (await rig.links.of("d2"))
+    with pytest.raises(StoreUnavailable):
+        await rig.links.of("d9")
+    rig.store.set_available(True)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        b"not json",
+        b'{"engine_id": 3}',
+        b"\xff\xfe",
+        encode_json(engine_metadata("d1", 7, ranks=(rank_metadata(),))),  # without a checksum
+        encode_engine(engine_metadata("d2", 7, ranks=(rank_metadata(),))),  # of another engine
+    ],
+)
+async def test_a_malformed_record_raises(rig: Rig, raw: bytes):
+    await rig.store.put(names.nixl_metadata_key("t", "d1"), raw)
+    with pytest.raises(ProtocolError):
+        await rig.links.of("d1")
+    await rig.run()
+    with pytest.raises(ProtocolError):
+        await rig.links.of("d1")
+    await rig.add("d1")
+    await eventually(lambda: "d1" in rig.links._links)
 
 
 async def test_the_mark_goes_when_the_engine_has_left(rig: Rig):
@@ -192,7 +227,8 @@ async def test_the_mark_goes_when_the_engine_has_left(rig: Rig):
     await rig.marked("d1", "d2", "d3")
     await rig.leave("d1")
     await rig.marked("d2", "d3")
-    rig.links.forget_leases(frozenset({2, 3}))
+    await rig.leave("d2")
+    await rig.leave("d3")
     await rig.marked()
     assert rig.engine.forgotten == ["d1", "d2", "d3"]
 
@@ -209,13 +245,14 @@ async def test_the_mark_of_an_engine_that_comes_back_stays(
         return await release(key)
 
     monkeypatch.setattr(rig.host.keys, "release", late)
-    target = await rig.add("d1", 7)
+    await rig.add("d1", 7)
     await rig.run()
     rig.links.broke("d1", RESET)
     await rig.marked("d1")
-    rig.links.forget_leases(frozenset({7}))
     rig.engine.unfit = {"d1"}
-    assert rig.links.trouble(target) == UNFIT
+    await rig.leave("d1")
+    await rig.add("d1", 7)
+    await eventually(lambda: rig.links._links and rig.mark("d1") == UNFIT)
     await eventually(lambda: [t.get_name() for t in asyncio.all_tasks()].count("link d1") == 1)
     assert (await rig.marks())["d1"].detail == UNFIT
 
@@ -223,7 +260,8 @@ async def test_the_mark_of_an_engine_that_comes_back_stays(
 async def test_an_outage_of_the_store_delays_the_mark_in_it_only(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    target, left, put = await rig.add("d1"), [3], rig.store.put
+    await rig.add("d1")
+    left, put = [3], rig.store.put
     await rig.run()
 
     async def refuses(*args: Any, **options: Any) -> None:
@@ -234,13 +272,14 @@ async def test_an_outage_of_the_store_delays_the_mark_in_it_only(
 
     monkeypatch.setattr(rig.store, "put", refuses)
     rig.links.broke("d1", RESET)
-    assert rig.links.trouble(target) == RESET
+    assert rig.mark("d1") == RESET
     await rig.marked("d1")
     assert left == [0]
 
 
 async def test_a_store_that_is_back_tells_who_left_unless_it_has_lost_its_data(rig: Rig):
-    one, two = await rig.add("d1"), await rig.add("d2", 8)
+    await rig.add("d1")
+    await rig.add("d2", 8)
     await rig.run()
     for engine_id in ("d1", "d2"):
         rig.links.broke(engine_id, RESET)
@@ -249,20 +288,20 @@ async def test_a_store_that_is_back_tells_who_left_unless_it_has_lost_its_data(r
     rig.store._remove(names.nixl_metadata_key("t", "d2"))
     rig.store.set_available(True)
     await rig.marked("d1")
-    assert (rig.links.trouble(one), rig.links.trouble(two)) == (RESET, "")
+    assert rig.mark("d1") == RESET and "d2" not in rig.links._links
     rig.store.wipe()
     await rig.marked("d1")  # it was put back
-    assert rig.links.trouble(one) == RESET
+    assert rig.mark("d1") == RESET
 
 
 async def test_a_mark_that_ends_in_an_outage_does_not_stay_in_the_store(rig: Rig):
     links = rig.made(Backoff(first_s=0.1))
-    target = await rig.add("d1")
+    await rig.add("d1")
     await rig.run(links)
     links.broke("d1", RESET)
     await rig.marked("d1")
     rig.store.set_available(False)
-    await eventually(lambda: not links.trouble(target))
+    await eventually(lambda: not rig.mark("d1", links))
     rig.store.set_available(True)
     await rig.marked()
 
@@ -318,16 +357,16 @@ async def test_it_is_hopeless_while_no_engine_can_be_given_kv_and_says_where_it_
     for_every = f"unfit for every decode worker, so it gets no jobs: {UNFIT}"
     await unfit(UNFIT, for_every)
     await rig.add("d3", 8)
-    target = await rig.add("d2", 9)
+    await rig.add("d2", 9)
     await unfit("", "fits a decode worker")
     assert not links.hopeless
     links.broke("d2", RESET)
     assert links.hopeless
     await unfit("")
-    await eventually(lambda: not links.trouble(target))
+    await eventually(lambda: not rig.mark("d2", links))
     assert not links.hopeless
     await rig.leave("d2")
     await unfit(UNFIT, for_every)
-    await rig.leave("d3")
     await rig.leave("d1")
+    await rig.leave("d3")
     await unfit("")

@@ -7,7 +7,6 @@ from msgspec import UNSET
 
 from dynamo_lite.cli import live_options
 from dynamo_lite.cli.listing import Place
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
@@ -114,22 +113,18 @@ def test_a_record_is_this_json_and_comes_back():
 
 
 def test_an_engine_takes_what_was_set_and_its_file_for_the_rest():
-    live = LiveThresholds(file := DisaggOptions(max_local_prefill_length=50))
-    live.change({"max-local-prefill-length": 20, "queue-view-max-age-s": 1.0})
-    assert live.now.max_local_prefill_length == 20
-    assert live.now.max_prefill_queue_size == 8
-    assert live.now.queue_view_max_age_s == 1.0
-    assert (live.now.remote_prefill_timeout_s, live.now.max_remote_prefills) == (30.0, 2)
-    live.change({})
-    assert live.now == file
+    file = DisaggOptions(max_local_prefill_length=50)
+    now = applied({"max-local-prefill-length": 20, "queue-view-max-age-s": 1.0}, file)
+    assert now.max_local_prefill_length == 20
+    assert now.max_prefill_queue_size == 8
+    assert now.queue_view_max_age_s == 1.0
+    assert (now.remote_prefill_timeout_s, now.max_remote_prefills) == (30.0, 2)
+    assert applied({}, file) == file
 
 
 def test_null_is_a_value_of_its_own():
-    live = LiveThresholds(DisaggOptions(single_flight_min_length=5))
-    live.change({"single-flight-min-length": None})
-    assert live.now.single_flight_min_length is None
-    live.change({})
-    assert live.now.single_flight_min_length == 5
+    file = DisaggOptions(single_flight_min_length=5)
+    assert applied({"single-flight-min-length": None}, file).single_flight_min_length is None
 
 
 async def test_what_is_set_is_shown_beside_the_files_of_the_processes(

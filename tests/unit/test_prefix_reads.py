@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.messages import PrefillStep, PrefixRead, RankResults, WorkerReport
+from dynamo_lite.disagg.prefill import scheduler
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
@@ -129,12 +130,13 @@ def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
 
 def test_a_read_is_over_when_it_has_ended(prefill, decode):
     prefill.mover.hold = True
-    prefill.step(reads=[read([3], [8])], targets=targets(decode), forget=["e1"])
+    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+    prefill.step(forget=["e1"])
     assert of(prefill) == (set(), set())
-    assert prefill.mover.removed == [], "it left, but is still read from"
+    assert prefill.mover.removed == [], "it is still read from"
     prefill.mover.let_go()
     assert of(prefill) == ({"p-a1"}, set())
-    assert prefill.mover.removed == ["e1/0"]
+    assert of(prefill) == (set(), set()) and prefill.mover.removed == ["e1/0"]
 
 
 def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
@@ -152,12 +154,10 @@ def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
     assert decode.memory.blocks[2:4, 0].tolist() == [101, 104]
 
 
-@pytest.mark.parametrize("wrong", ["unknown", "other layers", "closed"])
+@pytest.mark.parametrize("wrong", ["other layers", "closed"])
 def test_what_cannot_be_read_is_computed(prefill, decode, fabric, wrong):
     met = targets(decode)
     match wrong:
-        case "unknown":
-            met = {}
         case "other layers":
             met = targets(Decode(fabric, "e1", layer="1"))
         case "closed":
@@ -404,34 +404,23 @@ def test_the_ranks_get_an_engine_once(half: Half):
     assert told_of(half, "a4").targets == {}
 
 
-def test_they_get_an_engine_again_that_they_had_to_forget(half: Half):
-    told_of(half, "a1")
-    step = told_of(half, "a2", engine_id="e2", target=b"e2's", forget=["e1"])
-    assert step.forget == ["e1"] and list(step.targets) == ["e2"]
-    step = told_of(half, "a3")
-    assert step.targets == {"e1": b"e1's"} and step.forget == []
+def test_the_ranks_keep_the_engines_that_were_used_last(half: Half, monkeypatch: Any):
+    monkeypatch.setattr(scheduler, "_MOST_ENGINES", 2)
+    for name, engine_id in (("a1", "e1"), ("a2", "e2"), ("a3", "e1")):
+        told_of(half, name, engine_id=engine_id, target=b"")
+        end(half, name)
+    step = told_of(half, "a4", engine_id="e3", target=b"")
+    assert step.forget == ["e2"] and list(step.targets) == ["e3"]
+    # Its ranks may write into e3 still.
+    assert told_of(half, "a5", engine_id="e4", target=b"").forget == ["e1"]
+    assert told_of(half, "a6", engine_id="e5", target=b"").forget == []
+    assert list(told_of(half, "a7").targets) == ["e1"]
 
 
-def test_an_engine_that_is_forgotten_and_used_in_one_step_is_not_forgotten(half: Half):
-    told_of(half, "a1")
-    step = told_of(half, "a2", forget=["e1"])
-    assert step.targets == {"e1": b"e1's"} and step.forget == []
-
-
-def test_a_job_that_is_stopped_before_its_first_step_still_tells_who_has_left(half: Half):
-    told_of(half, "a1")
-    job = half.job("a2")
-    change(job, forget=["e1"])
-    half.half.num_new_matched_tokens(job, 0)
-    half.half.request_finished(job)
-    assert half.step().forget == ["e1"]
-    assert told_of(half, "a3").targets == {"e1": b"e1's"}
-
-
-def test_they_get_it_again_when_one_of_them_does_not_know_the_engine(half: Half):
-    told_of(half, "a1")
-    half.half.worker_output(RankResults(), WorkerReport(unknown={"e1"}))
-    assert told_of(half, "a2").targets == {"e1": b"e1's"}
+def end(half: Half, name: str) -> None:
+    """The job is over, and its writes too."""
+    half.half.request_finished(SimpleNamespace(request_id=name))  # type: ignore[arg-type]
+    half.half.worker_output(RankResults(sent={name}), None)
 
 
 def test_siblings_get_each_other_with_the_engine_that_they_meet(half: Half):
@@ -439,29 +428,6 @@ def test_siblings_get_each_other_with_the_engine_that_they_meet(half: Half):
     half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
     assert told_of(half, "a1").own == encode(own)
     assert told_of(half, "a2").own == b""
-
-
-def test_a_rank_says_whom_it_does_not_know(prefill, decode):
-    prefill.step(blocks([1], [1], last=True), ended=[("p-a1", True)])
-    prefill.rank.results()
-    report = prefill.rank.report()
-    assert report is not None and report.unknown == {"e1"}
-    assert "this rank has no metadata of it" in report.failures["p-a1"]
-    assert prefill.rank.report() is None
-
-
-def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, decode):
-    prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.step(forget=["e1"])
-    prefill.rank.results()
-    prefill.step(targets=targets(decode))
-    prefill.mover.hold = False
-    prefill.mover.let_go()
-    prefill.step(ended=[("p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {})
-    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("p-a2", True)])
-    assert prefill.ended() == ({"p-a2"}, {})
 
 
 def test_links_that_broke_are_reported_to_the_component(half: Half):

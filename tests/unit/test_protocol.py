@@ -20,7 +20,6 @@ from dynamo_lite.protocol import (
     health,
     kv,
     prefill,
-    queue,
     records,
     routing,
 )
@@ -220,10 +219,6 @@ LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3)
 
 # (message, its decoder)
 MESSAGES = [
-    (
-        queue.QueueReading(engine_id="e1", jobs=3, tokens=900, identity="2026 x", age_s=0.25),
-        queue.decode_queue_reading,
-    ),
     (decisions.Explain(request_id="cmpl-1", last=20), decisions.decode_explain),
     (FORWARDED, forwarding.decode_forward_explained),
     (
@@ -376,7 +371,7 @@ GOLDEN = [
 ]
 RECORDS = list(zip(RECORDS_SENT, _BYTES[len(MESSAGES) :], strict=True))
 
-MODULES = (decisions, forwarding, generate, health, kv, prefill, queue, routing)
+MODULES = (decisions, forwarding, generate, health, kv, prefill, routing)
 DECODERS = sorted(
     {
         name

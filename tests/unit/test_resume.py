@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.decode.resume import ResumeReason, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.protocol.codec import encode

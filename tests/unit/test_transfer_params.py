@@ -31,7 +31,7 @@ JOB = prefill_job(
     block_ids=[4, 5, 6],
     prefix_block_ids=[2, 3],
 )
-PARAMS = PrefillJobParams.of(JOB, TARGET, ["e7"], Cell(2, 9))
+PARAMS = PrefillJobParams.of(JOB, TARGET, Cell(2, 9))
 
 
 def carrier(params: Any) -> Any:
@@ -54,7 +54,6 @@ def test_a_job_is_unpacked_as_it_was_packed():
         block_ids=[4, 5, 6],
         prefix_block_ids=[2, 3],
         target=encode(TARGET),
-        forget=["e7"],
         cell=Cell(2, 9),
     )
 
@@ -97,7 +96,6 @@ def test_unknown_keys_are_ignored():
         ("block_ids", None),
         ("prefix_block_ids", [0.5]),
         ("target", 3),
-        ("forget", [1]),
     ],
 )
 def test_a_bad_value_is_refused_by_its_name(field: str, value: Any):

@@ -5,7 +5,10 @@ A prompt that only they could prefill stays local: it is not queued, and waits f
 
 import asyncio
 
+import pytest
+
 from dynamo_lite.cli.decision_view import as_text
+from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.decisions import Decision, decode_explained
@@ -39,7 +42,7 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
     async with scene.open(WRITER):
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/no_prefill_worker") == 1
-        assert (await scene.decode.queue.depth()).total == 0
+        assert (await scene.decode.queue.depth()).jobs == 0
         decision = await last_decision(scene)
         assert decision.queue is not None
         assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
@@ -57,10 +60,12 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
         await marks(scene, OTHER)
         await scene.given_up_within(0.1, queued)
         assert scene.counted("no_writer") == 1
-        assert (await scene.decode.queue.depth()).total == 1, "only the claimed one is left"
+        assert (await scene.decode.queue.depth()).jobs == 1, "only the claimed one is left"
         assert held not in scene.given_up, "its writer may have begun before"
-        scene.decode.sees()  # a decision that was made just before
-        pushed = await scene.ask("r3")
+        with pytest.MonkeyPatch.context() as just_before:
+            just_before.setattr(PrefillWorkers, "usable", PrefillWorkers.responsive)
+            assert scene.decode.admit(prompt("r3", 10)) > 0
+        pushed = scene.decode.attempt_of("r3")
         await scene.given_up_within(0.1, pushed)
         scene.decode.output("r1")
         assert scene.counted("committed") == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.direct import Direct
 from tests.vllm.graph import UNCOMPILED, Graph, PlainServer, together

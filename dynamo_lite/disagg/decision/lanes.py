@@ -5,9 +5,17 @@ passed over only a few times in a row.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Literal
 
-from dynamo_lite.protocol.queue import Lane
+
+class Lane(Enum):
+    """The sub-queue of a job, in the order of service."""
+
+    URGENT = "urgent"
+    SHORT = "short"
+    LONG = "long"
+
 
 #: Jobs of earlier lanes that may be pulled in a row while a later lane has jobs.
 PATIENCE = 4

@@ -9,12 +9,20 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.disagg.attempts.instructions import DeleteJob, Instruction, Outcome
-from dynamo_lite.disagg.attempts.ledger import AttemptState, Ledger
-from dynamo_lite.disagg.decode.inbox import Claimed, DoneBy, Inbox
+from dynamo_lite.disagg.attempts.ledger import (
+    AttemptState,
+    DeleteJob,
+    Ended,
+    Instruction,
+    Ledger,
+    Outcome,
+    Release,
+)
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.codec import encode
@@ -27,6 +35,39 @@ logger = logging.getLogger(__name__)
 
 #: How many characters of a writer's failure message are kept for `explain`.
 _MAX_DETAIL = 500
+
+
+@dataclass(frozen=True)
+class Published:
+    """The broker has confirmed the attempt's job. at: monotonic seconds."""
+
+    attempt: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A writer holds the attempt. claim: its id. pulled_at, at: when the writer pulled the job, and
+    when it claimed it, in monotonic seconds."""
+
+    attempt: str
+    claim: int
+    writer: int
+    pulled_at: float
+    at: float
+
+
+@dataclass(frozen=True)
+class DoneBy:
+    """This worker reports that it is done with the attempt."""
+
+    attempt: str
+    writer: int
+
+
+Event = Published | Claimed | DoneBy | Release | Ended
+#: What the bridge tells the engine's thread, which takes it in each step.
+Inbox = deque[Event]
 
 LedgerEvent = Callable[[Ledger], list[Instruction]]
 
@@ -66,14 +107,12 @@ class AttemptEvents:
                     self._timer.cancel()
             await tasks.join()
 
-    def apply(self, event: LedgerEvent, about: str, *ids: object) -> None:
-        """about: what the event concerns, for the log, a format for `ids`."""
+    def apply(self, event: LedgerEvent) -> None:
         try:
             instructions = event(self.ledger)
         except Exception as exc:
-            # JSON lines take their ids from the arguments.
-            logger.error(f"{about}: the ledger failed at this event: %r", *ids, exc)
-            self.start(_raised(exc), about % ids)
+            logger.exception("the ledger failed at an event")
+            self.start(_raised(exc), "ledger event")
             return
         for instruction in instructions:
             if isinstance(instruction, DeleteJob):
@@ -93,20 +132,12 @@ class AttemptEvents:
         """These workers' keys are gone."""
         now = self._now()
         for lease_id in left:
-            self.apply(
-                lambda ledger, writer=lease_id: ledger.writer_left(writer, now),
-                "writer %x has left",
-                lease_id,
-            )
+            self.apply(lambda ledger, writer=lease_id: ledger.writer_left(writer, now))
 
     def on_silent(self, lost: frozenset[int]) -> None:
         """These workers do not respond any more, or are unhealthy."""
         for lease_id in lost:
-            self.apply(
-                lambda ledger, writer=lease_id: ledger.writer_silent(writer),
-                "writer %x is silent",
-                lease_id,
-            )
+            self.apply(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
 
     async def on_claim(self, payload: bytes) -> bytes:
         """A writer claims an attempt, or renews its claim. Returns the encoded answer."""
@@ -138,12 +169,11 @@ class AttemptEvents:
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
         if request_id is not None:
             self._inbox.append(DoneBy(attempt, done.writer_lease_id))
-        about = "request %s: attempt %s", request_id, attempt
         if done.outcome == "died":
-            self.apply(lambda ledger: ledger.writer_died(attempt, claim), *about)
+            self.apply(lambda ledger: ledger.writer_died(attempt, claim))
         else:
             outcome = _OUTCOMES[done.outcome]
-            self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail), *about)
+            self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))
 
     def _trouble(self, writer: int) -> str:
         """Why this worker must not get a claim; empty if it may."""
@@ -174,7 +204,7 @@ class AttemptEvents:
     def _tick(self) -> None:
         self._timer = None
         now = self._now()
-        self.apply(lambda ledger: ledger.tick(now), "time has passed")
+        self.apply(lambda ledger: ledger.tick(now))
 
 
 _OUTCOMES = {

@@ -8,16 +8,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
-from dynamo_lite.disagg.attempts.ledger import Ledger
-from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, LedgerEvent
-from dynamo_lite.disagg.decode.inbox import Inbox, Published
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.attempts.ledger import Ledger, Outcome
+from dynamo_lite.disagg.bridge import ServerClients
+from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent, Published
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
@@ -27,6 +24,7 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
 )
 from dynamo_lite.protocol.health import EngineStatus, decode_leave
+from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
@@ -40,8 +38,8 @@ logger = logging.getLogger(__name__)
 class StepEvents:
     """What one step of the engine tells the bridge."""
 
-    #: What has happened to attempts, in order, and what each concerns.
-    events: Sequence[tuple[LedgerEvent, str]]
+    #: What has happened to attempts, in order.
+    events: Sequence[LedgerEvent]
     #: Of the attempts that have begun.
     jobs: Sequence[RemotePrefillRequest]
 
@@ -50,7 +48,7 @@ class ControlSession:
     """Use `session()` as the bridge's context.
 
     inbox: for the engine's thread. status: returns the reply to `describe`. explain: answers an
-    `Explain`. live: follows the live options of the engine's component.
+    `Explain`.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class ControlSession:
         config: EngineConfig,
         ledger: Ledger,
         inbox: Inbox,
-        live: LiveThresholds,
         *,
         status: Callable[[], EngineStatus | None],
         explain: Callable[[bytes], bytes],
@@ -68,11 +65,14 @@ class ControlSession:
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._ledger, self._inbox = config, config.role, ledger, inbox
-        self._status, self._explain, self._live = status, explain, live
+        self._status, self._explain = status, explain
+        #: The config file's, overridden by live options. The bridge's thread replaces it as a
+        #: whole; a decision reads it once.
+        self.options = config.role.options
         self._clients, self._on_drop = clients, on_drop
         self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
-        self.queue_watch = QueueWatch(config, self.workers, live, clock.monotonic, on_drop)
+        self.queue_watch = QueueWatch(clock.monotonic)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._queue: PrefillQueue | None = None
         self._attempts: AttemptEvents | None = None
@@ -97,7 +97,7 @@ class ControlSession:
                 store,
                 config.namespace,
                 self._role.component,
-                on_change=self._live.change,
+                on_change=self._on_options,
                 on_drop=self._on_drop,
             )
             await enter(options.following(on_failure))
@@ -111,7 +111,7 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.queue_watch.running(queue, messaging, on_failure))
+            await enter(self.queue_watch.running(queue, on_failure))
             async with attempts.running(on_failure):
                 self.workers.listen(self._on_members, self._on_health)
                 with queue.on_lost(self._on_queue_lost):
@@ -120,8 +120,8 @@ class ControlSession:
     async def stepped(self, step: StepEvents) -> None:
         """The engine has made a step."""
         attempts = self.attempts
-        for event, about in step.events:
-            attempts.apply(event, about)
+        for event in step.events:
+            attempts.apply(event)
         for job in step.jobs:
             attempts.start(self._push(job), f"push {job.attempt}")
 
@@ -135,9 +135,8 @@ class ControlSession:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._queue is not None
         attempt, apply = job.attempt, self.attempts.apply
-        about = "request %s: attempt %s", job.request_id, attempt
         if not self.workers.usable:
-            apply(lambda ledger: ledger.not_published(attempt), *about)
+            apply(lambda ledger: ledger.not_published(attempt))
             return
         try:
             lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
@@ -150,13 +149,14 @@ class ControlSession:
                 logger.exception("request %s: queueing the job failed", job.request_id)
             why = "request %s: computed locally, the job was not queued: %s"
             logger.info(why, job.request_id, exc)
-            if not isinstance(exc, QueueFull):
-                self.queue_watch.doubt()
-            apply(lambda ledger: ledger.not_published(attempt), *about)
+            apply(lambda ledger: ledger.not_published(attempt))
         else:
             self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
-            apply(lambda ledger: ledger.published(attempt, sequence, lane), *about)
+            apply(lambda ledger: ledger.published(attempt, sequence, lane))
+
+    def _on_options(self, values: Values) -> None:
+        self.options = applied(values, self._role.options)
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()
@@ -170,13 +170,12 @@ class ControlSession:
         if decode_leave(payload).lease_id != self._config.lease_id:
             raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
-        self._withdraw_queued(Outcome.LEAVING, "the worker leaves")
+        self._withdraw_queued(Outcome.LEAVING)
         return b""
 
     def _on_members(self, _joined: frozenset[int], left: frozenset[int]) -> None:
         """These workers have registered, and those have left."""
         self.attempts.on_left(left)
-        self.workers.forget_links(left)
         self._on_usable_change()
 
     def _on_health(self, _back: frozenset[int], lost: frozenset[int]) -> None:
@@ -186,13 +185,12 @@ class ControlSession:
 
     def _on_queue_lost(self) -> None:
         """The queued jobs are lost: no writer would claim them before their deadlines."""
-        self._withdraw_queued(Outcome.QUEUE_LOST, "the queue is lost")
+        self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:
-        self.queue_watch.workers_changed()
         self.workers.warn_if_none_usable()
         if not self.workers.usable:
-            self._withdraw_queued(Outcome.NO_WRITER, "no writer is usable")
+            self._withdraw_queued(Outcome.NO_WRITER)
 
-    def _withdraw_queued(self, outcome: Outcome, about: str) -> None:
-        self.attempts.apply(lambda ledger: ledger.withdraw_queued(outcome), about)
+    def _withdraw_queued(self, outcome: Outcome) -> None:
+        self.attempts.apply(lambda ledger: ledger.withdraw_queued(outcome))

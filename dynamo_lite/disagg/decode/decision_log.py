@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
-from dynamo_lite.disagg.decode.stages import stages_s
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill, stages_s
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.request_ids import is_of
 from dynamo_lite.protocol.codec import encode

@@ -8,8 +8,7 @@ from msgspec import structs
 
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.queue_watch import QueueWatch
+from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import Resumes
@@ -24,8 +23,7 @@ from dynamo_lite.runtime.clock import Clock
 
 class Prompts:
     """Runs on the engine's thread. block_size: in tokens. new_attempt: returns a new id.
-    overlapping_steps: how many steps may be in flight, including the one being scheduled. leaving:
-    whether the component has announced that it shuts down."""
+    overlapping_steps: how many steps may be in flight, including the one being scheduled."""
 
     def __init__(
         self,
@@ -35,18 +33,16 @@ class Prompts:
         prefills: RemotePrefills,
         flights: SingleFlight,
         resumes: Resumes,
-        live: LiveThresholds,
-        queue_watch: QueueWatch,
+        net: ControlSession,
         *,
-        leaving: Callable[[], bool],
         clock: Clock,
         new_attempt: Callable[[], str],
         overlapping_steps: int,
     ):
         self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
         self._prefills, self._flights, self._resumes = prefills, flights, resumes
-        self._live, self._queue_watch, self._leaving = live, queue_watch, leaving
-        self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
+        self._net, self._new_attempt = net, new_attempt
+        self._clock, self._now = clock, clock.monotonic
         #: The jobs of the step that is being scheduled.
         self._jobs: list[RemotePrefillRequest] = []
         #: The blocks that each step in flight fills.
@@ -106,7 +102,7 @@ class Prompts:
     ) -> Decided:
         """known: the prompt's record so far. If the prompt has had a remote prefill before, the
         time limit of that one applies. The request's own deadline always applies."""
-        at, options = self._now(), self._live.now
+        at, options = self._now(), self._net.options
         timeout_s = options.remote_prefill_timeout_s
         if known is not None and known.until is not None:
             timeout_s = known.until - at
@@ -116,7 +112,7 @@ class Prompts:
             queue=self._queue(at),
             time_left_s=min(timeout_s, time_left_s(request, at)),
             transferable=transferable and request.prompt_token_ids is not None,
-            leaving=self._leaving(),
+            leaving=self._net.leaving,
             prefix_awaited=known is not None and known.wait is not None and known.wait.served,
         )
         return Decided(decide(inputs, options), at, inputs, options)
@@ -124,16 +120,16 @@ class Prompts:
     def _queue(self, now: float) -> QueueSeen | None:
         """The last reading plus what this engine has asked for since; no less than what it waits
         for."""
-        view = self._queue_watch.view
+        view, workers = self._net.queue_watch.view, self._net.workers
         if view is None:
             return None
         jobs, tokens = self._prefills.asked_since(view.read_at)
         return QueueSeen(
             jobs=max(view.jobs + jobs, self._prefills.jobs),
             tokens=max(view.tokens + tokens, self._prefills.tokens),
-            prefill_workers=view.prefill_workers,
+            prefill_workers=len(workers.usable),
             age_s=max(now - view.read_at, 0.0),
-            prefill_workers_alive=view.prefill_workers_alive,
+            prefill_workers_alive=len(workers.responsive),
         )
 
     def _begin(

@@ -7,13 +7,18 @@ The scheduler half and the control session tell each event to `RemotePrefills` o
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
+from dynamo_lite.disagg.decode.attempt_events import Claimed, DoneBy, Published
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.inbox import Claimed, DoneBy, Published
-from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
-from dynamo_lite.disagg.decode.stages import report_decision, report_end, report_resume
+from dynamo_lite.disagg.decode.remote_prefill import (
+    Decided,
+    RemotePrefill,
+    report_decision,
+    report_end,
+    report_resume,
+)
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.trace import TraceContext, traced
 

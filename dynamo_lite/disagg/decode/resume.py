@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
+from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.runtime.members.roster import Members

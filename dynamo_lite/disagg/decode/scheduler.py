@@ -11,15 +11,12 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dynamo_lite.disagg.attempts.instructions import Ended, Outcome, Release
-from dynamo_lite.disagg.attempts.ledger import Ledger
-from dynamo_lite.disagg.bridge import OpenBridge
+from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
+from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import Counters
-from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
+from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.inbox import Claimed, Inbox
-from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -27,7 +24,6 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -60,14 +56,12 @@ class DecodeScheduler:
         self.stats = stats = Counters()
         log = DecisionLog(config, self._now)
         self.prefills = prefills = RemotePrefills(stats, log, self._now, overlapping_steps)
-        live = LiveThresholds(config.role.options)
         self._ledger = ledger or Ledger(landing_s=config.lease_ttl_s)
         self._inbox: Inbox = Inbox()
         self._net = net = ControlSession(
             config,
             self._ledger,
             self._inbox,
-            live,
             status=self._status,
             explain=log.answer,
             clients=clients,
@@ -83,9 +77,7 @@ class DecodeScheduler:
             prefills,
             flights,
             Resumes(block_size, stats, lambda: net.workers.usable, cache),
-            live,
-            net.queue_watch,
-            leaving=lambda: net.leaving,
+            net,
             clock=clock,
             new_attempt=new_attempt,
             overlapping_steps=overlapping_steps,
@@ -93,7 +85,7 @@ class DecodeScheduler:
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: For the ledger, since the last step.
-        self._events: list[tuple[LedgerEvent, str]] = []
+        self._events: list[LedgerEvent] = []
         #: What the next step tells the ranks.
         self._message = DecodeStep()
         self._stepped_at = self._now()
@@ -119,7 +111,7 @@ class DecodeScheduler:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
         begin = self._prompts.start(request, block_ids, external)
         if begin is not None:
-            self._events.append((begin, f"request {request.request_id}: begins"))
+            self._events.append(begin)
 
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
@@ -161,8 +153,7 @@ class DecodeScheduler:
         self._prompts.finished(request_id)
         if prefill is not None and prefill.attempt and prefill.outcome is None:
             attempt = prefill.attempt
-            about = f"request {request_id}: attempt {attempt}"
-            self._events.append((lambda ledger: ledger.finished(attempt), about))
+            self._events.append(lambda ledger: ledger.finished(attempt))
 
     @property
     def awaits_kv_s(self) -> float | None:
@@ -199,8 +190,7 @@ class DecodeScheduler:
         outcome = Outcome.COMMITTED if received else Outcome.CORRUPT
         if self.prefills.ended(attempt, outcome) is not None:
             # All ranks have the commits of all writers, or said so of others: no write follows.
-            about = f"request {request_id}: attempt {attempt}"
-            self._events.append((lambda ledger: ledger.received(attempt), about))
+            self._events.append(lambda ledger: ledger.received(attempt))
         if not received:
             self._prompts.lost(prefill)
 
@@ -208,7 +198,10 @@ class DecodeScheduler:
         """Runs on the bridge's thread."""
         if self.metadata is None:
             return None
-        ledger, view = self._ledger, self._net.queue_watch.fresh
+        ledger, net, now = self._ledger, self._net, self._now()
+        view = net.queue_watch.view
+        if view is not None and now - view.read_at > net.options.queue_view_max_age_s:
+            view = None
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
@@ -218,8 +211,8 @@ class DecodeScheduler:
             quarantined=ledger.quarantined,
             queue_jobs=None if view is None else view.jobs,
             queue_tokens=None if view is None else view.tokens,
-            last_step_age_s=self._now() - self._stepped_at,
-            unresponsive_writers=self._net.workers.unresponsive,
-            unusable_writers=self._net.workers.unusable,
+            last_step_age_s=now - self._stepped_at,
+            unresponsive_writers=net.workers.unresponsive,
+            unusable_writers=net.workers.unusable,
             writers=sorted(ledger.writers),
         )

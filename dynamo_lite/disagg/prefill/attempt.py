@@ -15,13 +15,12 @@ import msgspec
 from prometheus_client import Histogram
 
 from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
-from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
-    IncompatiblePeer,
     ProtocolError,
     Refused,
     Unavailable,
@@ -46,7 +45,6 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing import Tracer
-from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +66,8 @@ class WriterParts:
     lease_id: int
     engine: PrefillEngine
     cells: ClaimCells
-    directory: MetadataDirectory
     messaging: Messaging
-    #: None if all links count as usable.
-    links: PeerLinks | None
+    links: PeerLinks
     #: Set when the worker begins to leave.
     leaving: asyncio.Event
     #: Durations of the stages of a job.
@@ -109,15 +105,15 @@ class JobAttempt:
         if request.wire_version != WIRE_VERSION:
             return await self._give_back("failed", unsupported(request.wire_version), "malformed")
         try:
-            target = await parts.directory.get(request.engine_id)
-            if target is None:
+            link = await parts.links.of(request.engine_id)
+            if link is None:
                 # The engine's process has ended, or the store has lost its record.
                 why = "the store has no record of this engine"
                 return await self._give_back("abandoned", why, "engine_gone")
-            if parts.links is not None and (trouble := parts.links.trouble(target)):
-                why = f"it cannot be written into: {trouble}"
+            if link.mark:
+                why = f"it cannot be written into: {link.mark}"
                 return await self._give_back("failed", why, "unusable")
-            _check_blocks(request, target)
+            _check_blocks(request, link.target)
         except ProtocolError as exc:  # the engine's record, or the job
             return await self._give_back("failed", str(exc), "malformed")
         except DynamoLiteError as exc:
@@ -126,7 +122,7 @@ class JobAttempt:
         try:
             answer = await self._ask(cell, self._boottime() + _FIRST_S, absent_s=_ABSENT_S)
             if isinstance(answer, Held):
-                ended = await self._compute(cell, target)
+                ended = await self._compute(cell, link)
             else:
                 why = "not answered" if answer is None else f"refused: {answer.reason}"
                 ended = AttemptOutcome(request.attempt, "abandoned", f"its claim was {why}")
@@ -137,21 +133,23 @@ class JobAttempt:
         await self._report(ended.outcome, ended.detail, self._claim)
         return "refused" if isinstance(answer, ClaimRefused) else ended.outcome
 
-    async def _compute(self, cell: OpenCell, target: EngineMetadata) -> AttemptOutcome:
+    async def _compute(self, cell: OpenCell, link: PeerLink) -> AttemptOutcome:
         """The claim holds: has the job computed and written, and renews the claim meanwhile."""
         request, parts, claimed = self.request, self._parts, self._now()
         parts.stages.labels("claim").observe(claimed - self._pulled)
         if self._trace is not None:
             self._trace.claimed(claimed)
         job = request if self._trace is None else self._trace.request
+        if not link.reads:
+            job = msgspec.structs.replace(job, prefix_block_ids=[])
         try:
             async with running(self._renew(cell), name=f"claim {request.attempt}"):
-                ended = await parts.engine.prefill(job, target, cell.cell, self._first_token)
-        except (Refused, IncompatiblePeer) as exc:  # before the engine has the job
+                ended = await parts.engine.prefill(job, link.target, cell.cell, self._first_token)
+        except Refused as exc:  # before the engine has the job
             return AttemptOutcome(request.attempt, "failed", str(exc))
         parts.stages.labels("engine").observe(self._now() - claimed)
-        if parts.links is not None and ended.outcome == "written":
-            parts.links.worked(request.engine_id)
+        if ended.outcome == "written":
+            link.failures = 0
         return ended
 
     async def _renew(self, cell: OpenCell) -> None:

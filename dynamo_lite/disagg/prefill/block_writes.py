@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters, note_child
 from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
-from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Written
@@ -106,11 +105,6 @@ class BlockWrites:
     def __bool__(self) -> bool:
         """Whether any attempt is left."""
         return bool(self._attempts)
-
-    @property
-    def engines(self) -> set[str]:
-        """The engines that are written to."""
-        return {attempt.target for attempt in self._attempts.values()}
 
     @property
     def in_flight(self) -> set[str]:

@@ -10,19 +10,18 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.disagg.prefill.attempt import JobAttempt, WriterParts
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import decode_job
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing import Tracer
-from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +34,8 @@ _BROKER_PAUSE_S = 0.2
 
 
 class PrefillJobs:
-    """fit: whether the engine can take a job now; while not, no job is pulled. links: the
-    links to decode engines; None if all count as usable. cells: those that the engine's ranks
-    read. tracer: None without tracing. new_claim: returns a random id, above 0.
+    """fit: whether the engine can take a job now; while not, no job is pulled. cells: those that
+    the engine's ranks read. tracer: None without tracing. new_claim: returns a random id, above 0.
     """
 
     def __init__(
@@ -48,11 +46,10 @@ class PrefillJobs:
         queue: PrefillQueue,
         engine: PrefillEngine,
         cells: ClaimCells,
-        directory: MetadataDirectory,
         messaging: Messaging,
         registry: CollectorRegistry,
+        links: PeerLinks,
         fit: Callable[[], bool] = lambda: True,
-        links: PeerLinks | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
         tracer: Tracer | None = None,
@@ -93,7 +90,6 @@ class PrefillJobs:
             lease_id=lease_id,
             engine=engine,
             cells=cells,
-            directory=directory,
             messaging=messaging,
             links=links,
             leaving=self._leaving,

@@ -18,22 +18,23 @@ from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer, LeaseLost, ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, LinkRecord
+from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
-from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(first_s=1.0, longest_s=60.0)
 
 
-class _PeerLink:
+class PeerLink:
     """The link to one decode engine."""
 
     def __init__(self, target: EngineMetadata):
         self.target = target
+        #: Whether its blocks can also be read.
+        self.reads = False
         #: Why it is not used; empty: it is used.
         self.mark = ""
         self.fits = True
@@ -53,13 +54,14 @@ class PeerLinks:
         self,
         host: Host,
         engine: PrefillEngine,
-        directory: MetadataDirectory,
         *,
         backoff: Backoff = _BACKOFF,
     ):
-        self._host, self._engine, self._directory = host, engine, directory
+        self._host, self._engine = host, engine
         self._backoff, self._prefix = backoff, names.nixl_metadata_prefix(host.spec.namespace)
-        self._links: dict[str, _PeerLink] = {}
+        #: By decode engine, as long as the store has its record. An engine's id is that of one
+        #: incarnation, so a worker that restarted at the same address is another one.
+        self._links: dict[str, PeerLink] = {}
         #: Set when the engines that were there first are known, and their marks in the store.
         self.listed = asyncio.Event()
         #: The misfit that was reported last.
@@ -93,9 +95,16 @@ class PeerLinks:
             return ""
         return next((link.mark for link in self._links.values()), "")
 
-    def trouble(self, target: EngineMetadata) -> str:
-        """Why the link to `target` is not used now; empty if it is."""
-        return self._open(target).mark
+    async def of(self, engine_id: str) -> PeerLink | None:
+        """The link to this engine; None if the store has no record of it.
+
+        Raises StoreUnavailable, ProtocolError.
+        """
+        if (link := self._links.get(engine_id)) is not None:
+            return link
+        # Its first job may come before the event of its record.
+        raw = await self._host.store.get(f"{self._prefix}{engine_id}")
+        return None if raw is None else self._made(engine_id, raw)
 
     def broke(self, engine_id: str, why: str) -> None:
         """A transfer with this engine has failed, or the first contact with it."""
@@ -104,19 +113,6 @@ class PeerLinks:
             pause = self._backoff.after_exit(link.failures, 0.0)
             link.failures = pause.failures
             self._mark(link, why, pause.delay_s)
-
-    def worked(self, engine_id: str) -> None:
-        """A prompt's KV was written to this engine."""
-        if (link := self._links.get(engine_id)) is not None:
-            link.failures = 0
-
-    def forget_leases(self, lease_ids: frozenset[int]) -> None:
-        """Forgets the engines of these decode workers, which have left."""
-        self._engine.forget(self._directory.forget_leases(lease_ids))
-        for engine_id, link in list(self._links.items()):
-            if link.target.lease_id in lease_ids:
-                del self._links[engine_id]
-                link.gone.set()
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
@@ -129,20 +125,33 @@ class PeerLinks:
                 self._deleted(key.removeprefix(self._prefix))
 
     def _add(self, engine_id: str, value: bytes) -> None:
+        if engine_id in self._links:
+            return
         try:
-            self._open(self._directory.learn(engine_id, value))
+            link = self._made(engine_id, value)
         except ProtocolError as exc:
             logger.warning("engine %s: %s", engine_id, exc)
+            return
+        self._links[engine_id] = link
+        if not link.fits:
+            self._mark(link, link.mark, None)
 
-    def _open(self, target: EngineMetadata) -> _PeerLink:
-        link = self._links.get(target.engine_id)
-        if link is None:
-            link = self._links[target.engine_id] = _PeerLink(target)
-            try:
-                self._engine.check_peer(target)
-            except IncompatiblePeer as exc:
-                link.fits = False
-                self._mark(link, exc.detail, None)
+    def _made(self, engine_id: str, raw: bytes) -> PeerLink:
+        """Raises ProtocolError."""
+        try:
+            target = decode_engine(raw)
+            if target.engine_id != engine_id:
+                raise ProtocolError(
+                    f"record of engine {engine_id} names another engine, {target.engine_id}"
+                )
+        except ProtocolError:
+            self._host.drops("engine_metadata")
+            raise
+        link = PeerLink(target)
+        try:
+            link.reads = self._engine.check_peer(target)
+        except IncompatiblePeer as exc:
+            link.fits, link.mark = False, exc.detail
         return link
 
     def _report_misfit(self) -> None:
@@ -154,10 +163,10 @@ class PeerLinks:
                 self._host.progress("fits a decode worker")
 
     def _deleted(self, engine_id: str) -> None:
-        if (link := self._links.get(engine_id)) is not None:
-            self.forget_leases(frozenset({link.target.lease_id}))
+        if (link := self._links.pop(engine_id, None)) is not None:
+            link.gone.set()
 
-    def _mark(self, link: _PeerLink, why: str, for_s: float | None) -> None:
+    def _mark(self, link: PeerLink, why: str, for_s: float | None) -> None:
         """for_s: None for as long as the engine lives."""
         link.mark = why
         link.recorded.clear()
@@ -165,7 +174,7 @@ class PeerLinks:
         logger.warning("link to engine %s: used %s: %s", link.target.engine_id, how_long, why)
         self._host.spawn(self._keep_marked(link, for_s), f"link {link.target.engine_id}")
 
-    async def _keep_marked(self, link: _PeerLink, for_s: float | None) -> None:
+    async def _keep_marked(self, link: PeerLink, for_s: float | None) -> None:
         host, target = self._host, link.target
         key = names.link_key(host.spec.namespace, host.lease.id, target.engine_id)
         record = LinkRecord(

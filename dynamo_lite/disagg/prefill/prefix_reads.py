@@ -49,11 +49,6 @@ class PrefixReads:
         return bool(self._open)
 
     @property
-    def engines(self) -> set[str]:
-        """The engines that are read from."""
-        return {reading.read.target_engine for reading in self._open}
-
-    @property
     def in_flight(self) -> set[str]:
         """The engines with reads in flight."""
         return {reading.read.target_engine for reading in self._open if reading.in_flight}
@@ -88,7 +83,7 @@ class PrefixReads:
         is removed: they stay reserved until then.
         """
         for reading in list(self._open):
-            removed = reading.read.target_engine not in self._peers.failing
+            removed = reading.read.target_engine not in self._peers.ending
             if not reading.in_flight and (removed or reading.failure is None):
                 self._open.remove(reading)
                 self._end(reading)

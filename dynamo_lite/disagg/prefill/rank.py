@@ -83,22 +83,18 @@ class PrefillRank:
             self._mover.notices()
         ended = self._writes.take_ended()
         self._failures |= {name: why for name, why in ended.items() if why is not None}
-        if self._peers.failing:
-            self._peers.remove_failing(self._writes.in_flight | self._reads.in_flight)
+        if self._peers.ending:
+            self._peers.remove_ended(self._writes.in_flight | self._reads.in_flight)
         read = self._reads.take()
-        if self._peers.left:
-            self._peers.forget_left(self._writes.engines | self._reads.engines)
         return RankResults(sent=set(ended), received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:
-        """Returns failures of the requests in the last `results`, links that broke, and engines
-        whose metadata this rank lacks."""
+        """Returns failures of the requests in the last `results`, and links that broke."""
         broken, self._peers.broken = self._peers.broken, {}
-        unknown, self._peers.unknown = self._peers.unknown, set()
-        if not (self._failures or broken or unknown):
+        if not (self._failures or broken):
             return None
         failures, self._failures = self._failures, {}
-        return WorkerReport(failures=failures, broken=broken, unknown=unknown)
+        return WorkerReport(failures=failures, broken=broken)
 
     def close(self) -> None:
         # Writes in flight that must not arrive any more must not be touched; they end with the

@@ -1,7 +1,7 @@
 """The ranks of decode engines that one prefill rank writes to or reads from, and which parts."""
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -45,61 +45,61 @@ class Source:
     blocks: BlockMap
 
 
+@dataclass
+class _Peer:
+    """A connected engine. own, remote: this engine's and its ranks."""
+
+    own: Sequence[RankMetadata]
+    remote: Sequence[RankMetadata]
+    #: The ranks to write to.
+    ranks: list[RemoteRank]
+    #: Of staged blocks; None if it needs no staging.
+    layout: Layout | None
+    #: The ranks to read from; None before the first read.
+    sources: list[Source] | None = None
+
+
 class RemoteRanks:
     """own: this rank's memory. rank: its index in its engine. staging: for peers with other
     blocks."""
 
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
-        #: Engines that have left, and may still have transfers in flight.
-        self.left: set[str] = set()
-        #: Engines with a failed transfer, until their agents are removed.
-        self.failing: set[str] = set()
-        #: Engines whose metadata is missing, and why a transfer with an engine failed. The caller
-        #: reports and clears both.
-        self.unknown: set[str] = set()
+        #: Engines that failed or are forgotten, until their agents are removed.
+        self.ending: set[str] = set()
+        #: Why a transfer with an engine failed. The caller reports and clears it.
         self.broken: dict[str, str] = {}
         #: Metadata in msgpack, by engine.
         self._metadata: dict[str, bytes] = {}
         #: Metadata of this rank's own engine in msgpack; empty if it is the only rank.
         self._own_engine = b""
-        #: The ranks to write to, by connected engine.
-        self._connected: dict[str, list[RemoteRank]] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._connected: dict[str, _Peer] = {}
         #: Names at the mover, by engine.
         self._names: dict[str, list[str]] = {}
-        #: This engine's and the other engine's ranks, by connected engine.
-        self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
-        self._sources: dict[str, list[Source]] = {}
 
     def of(self, engine_id: str) -> list[RemoteRank]:
         """The ranks to write to; none if other ranks write everything. Raises TransferError."""
-        found = self._connected.get(engine_id)
-        if found is None:
-            raise TransferError(engine_id, "another write into it has failed")
-        return found
+        return self._peer(engine_id).ranks
 
     def layout(self, engine_id: str) -> Layout | None:
         """The layout of staged blocks for this engine; None if it needs no staging."""
-        return self._layouts.get(engine_id)
+        peer = self._connected.get(engine_id)
+        return None if peer is None else peer.layout
 
     def sources(self, engine_id: str) -> list[Source]:
         """The ranks to read from; together they hold all of this rank's share.
 
         Raises TransferError, IncompatiblePeer.
         """
-        found = self._sources.get(engine_id)
-        if found is not None:
-            return found
-        if engine_id not in self._connected:
-            raise TransferError(engine_id, "not connected")
-        own, remote = self._engines[engine_id]
-        lanes = join(engine_id, remote, own)
+        peer = self._peer(engine_id)
+        if peer.sources is not None:
+            return peer.sources
+        lanes = join(engine_id, peer.remote, peer.own)
         if any(lane.staged for mine in lanes.values() for lane in mine):
             raise IncompatiblePeer(
                 engine_id, "blocks of another size or order can be written, but not read"
             )
-        found = [
+        peer.sources = [
             Source(
                 self._add(engine_id, index, rank),
                 rank.memory,
@@ -108,31 +108,28 @@ class RemoteRanks:
                     (rank.device, self._own.device),
                 ),
             )
-            for index, rank in enumerate(remote)
+            for index, rank in enumerate(peer.remote)
             if (mine := lanes.get((index, self._rank))) is not None
         ]
-        self._sources[engine_id] = found
-        return found
+        return peer.sources
 
     def update(self, step: PrefillStep) -> None:
-        """Stores the step's metadata of engines, and marks engines that have left."""
+        """Stores the step's metadata of engines, and drops engines that it forgets."""
         self._metadata |= step.targets
         self._own_engine = step.own or self._own_engine
-        self.left -= step.targets.keys()
-        self.mark_left(step.forget)
+        for engine_id in step.forget:
+            self._connected.pop(engine_id, None)
+            self._metadata.pop(engine_id, None)
+            self.ending.add(engine_id)
 
     def ensure_connected(self, engine_id: str) -> str | None:
         """Connects an engine unless it is connected. Returns why that failed."""
         if engine_id in self._connected:
             return None
-        if engine_id in self.failing:
+        if engine_id in self.ending:
             return "peer not usable: a transfer with it has failed, and others are in flight"
-        target = self._metadata.get(engine_id)
-        if target is None:
-            self.unknown.add(engine_id)
-            return "peer not usable: this rank has no metadata of it"
         try:
-            self.connect(engine_id, target, self._own_engine)
+            self.connect(engine_id, self._metadata[engine_id], self._own_engine)
         except (msgspec.DecodeError, TransferError) as exc:
             logger.warning("could not connect to engine %s: %s", engine_id, exc)
             self.broken[engine_id] = str(exc)
@@ -172,10 +169,7 @@ class RemoteRanks:
                     writers=writers(lanes, index),
                 )
             )
-        self._connected[engine_id] = ranks
-        self._engines[engine_id] = own, remote
-        if layout is not None:
-            self._layouts[engine_id] = layout
+        self._connected[engine_id] = _Peer(own, remote, ranks, layout)
 
     def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
         name = f"{engine_id}/{index}"
@@ -186,42 +180,22 @@ class RemoteRanks:
         return name
 
     def failed(self, engine_id: str, why: TransferError) -> None:
-        """A transfer with a rank of this engine failed: disconnects it, as it may be dead. Its
-        agents are removed by `remove_failing`."""
-        if engine_id in self._connected:  # otherwise it follows from another failure
+        """A transfer with a rank of this engine failed: disconnects it, as it may be dead."""
+        if self._connected.pop(engine_id, None) is not None:
             self.broken[engine_id] = str(why)
-        self._disconnect(engine_id)
         if why.peer in self._names.get(engine_id, ()):
-            self.failing.add(engine_id)
+            self.ending.add(engine_id)
 
-    def remove_failing(self, in_flight: Set[str]) -> None:
-        """Removes the agents of failing engines. in_flight: engines with transfers in flight. Their
+    def remove_ended(self, in_flight: Set[str]) -> None:
+        """Removes the agents of ending engines. in_flight: engines with transfers in flight. Their
         agents stay: the transfers would end at once, and still change memory later."""
-        for engine_id in self.failing - in_flight:
-            self._remove(engine_id)
-        self.failing &= in_flight
+        for engine_id in self.ending - in_flight:
+            for name in self._names.pop(engine_id, ()):
+                self._mover.remove_peer(name)
+        self.ending &= in_flight
 
-    def mark_left(self, engines: Iterable[str]) -> None:
-        """These engines have left; `forget_left` drops them once they have no transfers."""
-        self.left.update(engines)
-
-    def forget_left(self, in_use: Set[str]) -> None:
-        for engine_id in self.left - in_use:
-            self.forget(engine_id)
-        self.left &= in_use
-
-    def forget(self, engine_id: str) -> None:
-        """Drops an engine without transfers in flight."""
-        self._disconnect(engine_id)
-        self._metadata.pop(engine_id, None)
-        self._remove(engine_id)
-
-    def _remove(self, engine_id: str) -> None:
-        for name in self._names.pop(engine_id, ()):
-            self._mover.remove_peer(name)
-
-    def _disconnect(self, engine_id: str) -> None:
-        self._connected.pop(engine_id, None)
-        self._layouts.pop(engine_id, None)
-        self._engines.pop(engine_id, None)
-        self._sources.pop(engine_id, None)
+    def _peer(self, engine_id: str) -> _Peer:
+        found = self._connected.get(engine_id)
+        if found is None:
+            raise TransferError(engine_id, "another transfer with it has failed")
+        return found

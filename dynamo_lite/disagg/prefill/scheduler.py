@@ -12,8 +12,8 @@ import enum
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.bridge import OpenBridge
-from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters
+from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
+from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters, note_child
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
@@ -24,8 +24,6 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -33,6 +31,9 @@ from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+
+#: Of how many decode engines the ranks keep the metadata and the connections: those used last.
+_MOST_ENGINES = 64
 
 #: Returns the blocks of a request, by request id, in the order of its tokens.
 BlockIds = Callable[[str], Sequence[int]]
@@ -163,9 +164,9 @@ class PrefillScheduler:
         self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
-        #: Decode engines whose metadata the ranks have. It has an entry for every layer of every
-        #: rank, by far the largest part of a step, so it is sent once.
-        self._introduced: set[str] = set()
+        #: Decode engines whose metadata the ranks have, in the order of their use. It has an entry
+        #: for every layer of every rank, by far the largest part of a step, so it is sent once.
+        self._introduced: dict[str, None] = {}
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: By request id, until nothing of the job is in flight in the ranks.
@@ -205,7 +206,6 @@ class PrefillScheduler:
         job = self._job(request)
         if job is None or job.state is not _State.ARRIVED:
             return
-        self._forget(job)
         now = self._now()
         job.begin(now, cached)
         if queued_at is not None:
@@ -238,8 +238,6 @@ class PrefillScheduler:
         request_id, job = request.request_id, self._job(request)
         if job is None:
             return False
-        if job.state is _State.ARRIVED:  # stopped before its first step
-            self._forget(job)
         if job.state is _State.READING:
             # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
             job.state = _State.STOPPED
@@ -258,7 +256,6 @@ class PrefillScheduler:
             for request_id, why in report.failures.items():
                 if (job := self._jobs.get(request_id)) is not None and job.failure is None:
                     job.failure = why
-            self._introduced -= report.unknown
             for engine_id, why in report.broken.items():
                 self.stats.append(BROKEN_LINK, [engine_id, why])
         for request_id in sorted(results.received | results.lost):
@@ -291,23 +288,24 @@ class PrefillScheduler:
             job = self._jobs[request.request_id] = _Job(params, request, self._block_size)
         return job
 
-    def _forget(self, job: _Job) -> None:
-        """The job begins, or is stopped before: no other job names the engines to be forgotten."""
-        self._step.forget += job.params.forget
-        self._introduced.difference_update(job.params.forget)
-
     def _announce(self, step: PrefillStep, job: _Job) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""
         if job.announced:
             return
         job.announced, engine_id = True, job.params.engine_id
-        # Ranks apply `targets` before `forget`: an engine of this step must not be forgotten.
-        step.forget = [left for left in step.forget if left != engine_id]
-        if engine_id not in self._introduced:
-            self._introduced.add(engine_id)
-            step.targets[engine_id] = job.params.target
-            if self.metadata is not None and len(self.metadata.ranks) > 1:
-                step.own = encode(self.metadata)
+        known = engine_id in self._introduced
+        self._introduced.pop(engine_id, None)
+        self._introduced[engine_id] = None
+        if known:
+            return
+        step.targets[engine_id] = job.params.target
+        if self.metadata is not None and len(self.metadata.ranks) > 1:
+            step.own = encode(self.metadata)
+        if len(self._introduced) > _MOST_ENGINES:
+            in_use = {each.params.engine_id for each in self._jobs.values()}
+            if (oldest := next((e for e in self._introduced if e not in in_use), None)) is not None:
+                del self._introduced[oldest]
+                step.forget.append(oldest)
 
     def _end(self, request_id: str, outcome: str, detail: str = "") -> None:
         job = self._jobs.pop(request_id)

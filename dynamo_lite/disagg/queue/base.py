@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
-from dynamo_lite.disagg.decision.lanes import lane_of
+from dynamo_lite.disagg.decision.lanes import Lane, lane_of
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.listeners import Listeners
 
 MAX_AGE_S = 600.0
@@ -62,19 +61,10 @@ def single_server_text(replicas: int) -> str:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """How many jobs wait to be pulled, how many are pulled but not acknowledged, and their size."""
-
-    waiting: int
-    in_flight: int
-    #: Bytes of all these jobs, as the broker stores them.
-    size: int = 0
-    #: Which queue it was, as text that all its users agree on. Empty while the broker has lost the
-    #: queue, or a part of it.
-    identity: str = ""
-
-    @property
-    def total(self) -> int:
-        return self.waiting + self.in_flight
+    #: Waiting and in flight: each counts until it is acknowledged, deleted or too old.
+    jobs: int
+    #: Their bytes, as the broker stores them.
+    size: int
 
 
 class Job(Protocol):
@@ -138,16 +128,8 @@ class PrefillQueue(Protocol):
     async def depth(self) -> QueueDepth:
         """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable.
 
-        A push is counted a moment after its answer: the consumers count, on the servers that lead
-        them, and the stream's leader answers the push.
-
-        It also shows whether the broker has lost the queue.
+        It also notices when the broker has lost the queue, which is then made again.
         """
-        ...
-
-    def heard(self, identity: str) -> None:
-        """Another user has read the depth of the queue with this identity. If that is another queue
-        than was known here, the broker is asked soon, as by `depth`."""
         ...
 
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:

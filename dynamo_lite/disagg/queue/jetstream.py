@@ -14,6 +14,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import (
     MAX_AGE_S,
     Incarnations,
@@ -26,7 +27,6 @@ from dynamo_lite.disagg.queue.topology import (
     API_TIMEOUT_S,
     MALFORMED,
     Topology,
-    identity_of,
     readable,
 )
 from dynamo_lite.protocol import names
@@ -36,7 +36,6 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
     StartupError,
 )
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
@@ -73,8 +72,6 @@ class JetStreamQueue:
         self._incarnations = Incarnations()
         self._newest = 0  # the greatest sequence known
         self._counts_again = False  # whether a sequence was given twice
-        self._delivered = 0  # the last job that was delivered, at the last reading
-        self._consumers = ""  # their identity
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
@@ -167,30 +164,15 @@ class JetStreamQueue:
                 raise
 
     async def depth(self) -> QueueDepth:
+        newest = self._newest
         with self._errors("depth"):
-            client = self._connected_client()
-            consumers = await self._topology.consumers(client)
-            size = await self._topology.size(client)
-        incomplete = len(consumers) < len(Lane)
-        before = self._delivered
-        self._delivered = max(
-            (found.delivered.stream_seq for found in consumers.values()), default=0
-        )
-        identity = identity_of(consumers)
-        if incomplete or identity != self._consumers or self._delivered < before:
-            self._missing.set()  # a consumer was lost, and maybe created again
-        if incomplete:
-            return QueueDepth(waiting=0, in_flight=0)
-        return QueueDepth(
-            waiting=sum(consumer.num_pending for consumer in consumers.values()),
-            in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
-            size=size,
-            identity=identity,
-        )
-
-    def heard(self, identity: str) -> None:
-        if identity != self._consumers:
+            found = await self._topology.look(self._connected_client())
+        if found is None or found.stream != self._incarnations.identity or found.newest < newest:
             self._missing.set()
+        if found is None:
+            raise BrokerUnavailable("the broker has lost the queue")
+        self._newest = max(self._newest, found.newest)
+        return QueueDepth(found.jobs, found.size)
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
@@ -240,9 +222,8 @@ class JetStreamQueue:
                     counts_again=self._counts_again,
                 )
         if found.stream != self._incarnations.identity:
-            self._newest, self._delivered, self._counts_again = 0, 0, False
+            self._newest, self._counts_again = 0, False
         self._newest = max(self._newest, found.newest)
-        self._consumers = found.consumers
         self._incarnations.seen(found.stream)
 
     def _connected_client(self) -> Client:

@@ -22,10 +22,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from dynamo_lite.disagg.decision.lanes import LaneTurns
+from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
 from dynamo_lite.disagg.queue.topology import Topology, consumer_name
 from dynamo_lite.protocol.errors import BrokerUnavailable
-from dynamo_lite.protocol.queue import Lane
 from dynamo_lite.runtime.drops import OnDrop
 
 logger = logging.getLogger(__name__)

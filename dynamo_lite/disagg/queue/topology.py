@@ -5,11 +5,9 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import (
@@ -26,12 +24,11 @@ from nats.js.errors import (
     APIError,
     BadRequestError,
     NotFoundError,
-    ServiceUnavailableError,
 )
 
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import QueueConfig, single_server_text
 from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
-from dynamo_lite.protocol.queue import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -49,46 +46,15 @@ API_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """The stream and the consumers that the broker has. They are identified by their creation
-    times, so the values change when the broker has lost them."""
+    """The stream that the broker has."""
 
+    #: Identifies it; another value when the broker has lost it and it was created again.
     stream: Hashable
-    consumers: str
-    #: The last sequence that the stream has given.
+    #: The last sequence that it has given.
     newest: int
-
-
-class Position(msgspec.Struct, frozen=True):
-    """How far a consumer is."""
-
-    stream_seq: int = 0
-
-
-class ConsumerState(msgspec.Struct, frozen=True):
-    """One consumer in the broker's answer to CONSUMER.LIST."""
-
-    name: str
-    #: When it was created, which identifies it. The broker's text is kept, because it has
-    #: nanoseconds.
-    created: str
-    #: Jobs that were never delivered.
-    num_pending: int = 0
-    #: Jobs that were delivered and not answered.
-    num_ack_pending: int = 0
-    #: The last job that was delivered.
-    delivered: Position = Position()
-
-
-class _ConsumerList(msgspec.Struct, frozen=True):
-    """`consumers` is null in the answer of a stream without consumers."""
-
-    consumers: list[ConsumerState] | None = None
-    #: Names of consumers whose servers did not respond, in a cluster.
-    missing: list[str] | None = None
-    error: dict[str, Any] | None = None
-
-
-_decode_list = msgspec.json.Decoder(_ConsumerList).decode
+    #: Its jobs, and their bytes.
+    jobs: int
+    size: int
 
 
 #: What reading an answer raises that is no JSON, lacks a field, or has one of another type. JSON
@@ -100,7 +66,6 @@ MALFORMED = (
     RecursionError,
     TypeError,
     ValueError,
-    msgspec.DecodeError,
 )
 
 
@@ -141,7 +106,7 @@ class Topology:
         known: Hashable = None,
         newest: int = 0,
         counts_again: bool = False,
-    ) -> "Found":
+    ) -> Found:
         """Creates or checks stream and consumers; idempotent. known: the stream that was found
         before. newest: a sequence that this stream had assigned. counts_again: whether the stream
         has assigned a sequence twice since. If the broker has lost the jobs, the stream is created
@@ -161,8 +126,12 @@ class Topology:
             stream = await self._replicate(js, stream.config)
         for lane in Lane:
             await js.add_consumer(self.stream, self._consumer_config(lane))
-        consumers = await self.consumers(client)
-        return Found(_identity(stream), identity_of(consumers), _last_sequence(stream))
+        return _found(stream)
+
+    async def look(self, client: Client) -> Found | None:
+        """The stream; None if the broker does not have it. Errors pass through as from `ensure`."""
+        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
+        return None if stream is None else _found(stream)
 
     async def check(self, client: Client, *, clustered: bool) -> None:
         """Raises StartupError if `ensure` would; changes nothing.
@@ -174,35 +143,6 @@ class Topology:
         stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
         if stream is not None:
             self._check(stream.config)
-
-    async def consumers(self, client: Client) -> dict[Lane, ConsumerState]:
-        """The queue's consumers that the broker has; none if it does not have the stream.
-
-        One request for all lanes. The answer has no second page: the consumers of a work queue
-        have disjoint subjects, so there are no more of them than lanes. Errors of the client
-        pass through, and what `MALFORMED` names; raises ServiceUnavailableError if the state
-        of a consumer is unknown.
-        """
-        subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
-        answer = _decode_list((await client.request(subject, timeout=API_TIMEOUT_S)).data)
-        if answer.error is not None:
-            try:
-                APIError.from_error(answer.error)
-            except NotFoundError:
-                return {}
-        if answer.missing:
-            raise ServiceUnavailableError(
-                description=f"no state of consumers {', '.join(answer.missing)}"
-            )
-        by_name = {consumer.name: consumer for consumer in answer.consumers or ()}
-        names = ((lane, consumer_name(lane)) for lane in Lane)
-        return {lane: by_name[name] for lane, name in names if name in by_name}
-
-    async def size(self, client: Client) -> int:
-        """Bytes of the stream's jobs; 0 if the broker does not have it. Errors pass through as from
-        `ensure`."""
-        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
-        return 0 if stream is None else _number(stream.state.bytes)
 
     def subject_of(self, lane: Lane) -> str:
         return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
@@ -317,9 +257,11 @@ class Topology:
         )
 
 
-def identity_of(consumers: Mapping[Lane, ConsumerState]) -> str:
-    """As in `Found`."""
-    return " ".join(consumers[lane].created for lane in Lane if lane in consumers)
+def _found(stream: StreamInfo) -> Found:
+    state = stream.state
+    return Found(
+        _identity(stream), _last_sequence(stream), _number(state.messages), _number(state.bytes)
+    )
 
 
 def _in_step(stream: StreamInfo) -> bool:

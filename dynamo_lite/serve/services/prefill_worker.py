@@ -12,9 +12,7 @@ from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import all_of
@@ -22,11 +20,8 @@ from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
-from dynamo_lite.transfer.directory import MetadataDirectory
 
 _DEPTH_PERIOD_S = 2.0
-#: The component whose blocks are written.
-_DECODE_COMPONENT = "VllmWorker"
 
 
 class PrefillWorker:
@@ -52,11 +47,7 @@ class PrefillWorker:
         host.progress("loading the model")
         enter = self._stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, self._config, cells))
-        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
-        self._links = links = PeerLinks(host, engine, directory)
-        prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
-        decoders = await enter(Roster(host.store, prefix, host.drops))
-        decoders.on_change(lambda _joined, left: links.forget_leases(left))
+        self._links = links = PeerLinks(host, engine)
         host.spawn(engine.run_prefills(links.broke), "engine-steps")
         self._probe = probe = EngineProbe(
             engine,
@@ -73,7 +64,6 @@ class PrefillWorker:
             queue=queue,
             engine=engine,
             cells=cells,
-            directory=directory,
             messaging=host.messaging,
             registry=host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
@@ -123,7 +113,7 @@ async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
     gauge = Gauge(*QUEUE_DEPTH, registry=host.registry)
     while True:
         try:
-            gauge.set((await queue.depth()).total)
+            gauge.set((await queue.depth()).jobs)
         except DynamoLiteError:
             gauge.set(float("nan"))
         await asyncio.sleep(_DEPTH_PERIOD_S)

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from dynamo_lite.disagg.bridge import ThreadBridge
+from dynamo_lite.disagg.bridge import NatsEtcdClients, ThreadBridge
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
@@ -33,7 +33,6 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.compat import hash_block_size
 from dynamo_lite.vllm.engine.arrivals import (

@@ -1,9 +1,5 @@
 """Stock vLLM as a prefill engine: each attempt is a request for one token."""
 
-from collections.abc import Sequence
-
-import msgspec
-
 from dynamo_lite.disagg.counters import BROKEN_LINK
 from dynamo_lite.disagg.engine import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
@@ -22,10 +18,6 @@ class VllmPrefillEngine(VllmEngine):
     def __init__(self, context: EngineContext):
         super().__init__(context)
         self._attempts = OpenAttempts()
-        #: Decode engines that have left; sent to the engine with the next job.
-        self._left: list[str] = []
-        #: Compatible decode engines, and whether their blocks can also be read.
-        self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
 
     async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
@@ -55,41 +47,23 @@ class VllmPrefillEngine(VllmEngine):
     ) -> AttemptOutcome:
         """Runs one attempt; `run_prefills` must be running.
 
-        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer for a target
-        that it cannot write to.
+        Raises Refused for a prompt that this engine cannot take.
         """
-        if not self._is_readable(target):
-            # Its blocks differ: they are converted when they are written, and cannot be read.
-            job = msgspec.structs.replace(job, prefix_block_ids=[])
         sampled = self._samples(job)
         model = self.config.model_config
-        request = requests.prefill(job, target, self._left, cell, model, first_token=sampled)
-        self._left = []  # not before: a refused job carries nothing to the engine
+        request = requests.prefill(job, target, cell, model, first_token=sampled)
         with self._attempts.open(job.attempt) as attempt:
             await self._add(request)
             if sampled and (first := await attempt.first_token()) is not None:
                 await on_first_token(*first)
             return await attempt.ended
 
-    def check_peer(self, target: EngineMetadata) -> None:
-        self._is_readable(target)
+    def check_peer(self, target: EngineMetadata) -> bool:
+        assert self.metadata is not None
+        return check_peer(self.metadata, target)
 
     async def abandon(self, attempt: str) -> None:
         await self._abort([attempt])
-
-    def forget(self, engine_ids: Sequence[str]) -> None:
-        """These decode engines have left; the next job passes them to the engine's processes."""
-        self._left += engine_ids
-        for engine_id in engine_ids:
-            self._checked.pop(engine_id, None)
-
-    def _is_readable(self, target: EngineMetadata) -> bool:
-        """Whether the target's blocks can also be read. Raises IncompatiblePeer."""
-        assert self.metadata is not None
-        known = self._checked.get(target.engine_id)
-        if known is None or known[0] is not target:
-            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
-        return known[1]
 
     def _samples(self, job: RemotePrefillRequest) -> bool:
         """Whether this prefill engine samples the first token that the job asks for."""

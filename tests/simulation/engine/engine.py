@@ -64,7 +64,6 @@ class SimEngine:
         self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
         self._attempts = OpenAttempts()
         self._first_tokens = shipped.first_tokens(CollectorRegistry(), setup.clock)
-        self._left: list[str] = []
         self._ids = RequestIds()
         self._on_broken_link: OnBrokenLink = lambda engine_id, why: None
         self._closing = False
@@ -167,32 +166,28 @@ class SimEngine:
         cell: Cell,
         on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
-        self.check_peer(target)
         prompt, wanted, sampling = job.prompt_token_ids, job.first_token, Sampling(max_tokens=1)
         if wanted is not None:
             prompt = [*prompt, wanted.last_token_id]
             drawn = wanted.sampling
             sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
         self._check_prompt(prompt)
-        left, self._left = self._left, []
-        transfer = pack(PrefillJobParams.of(job, target, left, cell))
+        transfer = pack(PrefillJobParams.of(job, target, cell))
         with self._attempts.open(job.attempt) as attempt:
             self._add(job.attempt, job, prompt, sampling, 1, transfer)
             if wanted is not None and (first := await attempt.first_token()) is not None:
                 await on_first_token(*first)
             return await attempt.ended
 
-    def check_peer(self, target: EngineMetadata) -> None:
+    def check_peer(self, target: EngineMetadata) -> bool:
         assert self.metadata is not None
         if target.fingerprint != self.metadata.fingerprint:
             raise IncompatiblePeer(target.engine_id, "another model")
+        return True
 
     async def abandon(self, attempt: str) -> None:
         if self._engine is not None:
             self._engine.core.abort([attempt])
-
-    def forget(self, engine_ids: Sequence[str]) -> None:
-        self._left += engine_ids
 
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""

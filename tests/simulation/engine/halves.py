@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
-from dynamo_lite.disagg.attempts.instructions import Outcome
-from dynamo_lite.disagg.attempts.ledger import AttemptState
+from dynamo_lite.disagg.attempts.ledger import AttemptState, Outcome
 from dynamo_lite.disagg.bridge import OpenSession
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.rank import DecodeRank

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 API = "$JS.API."
 _ACK = "$JS.ACK."
 _NS = 1e9
-#: Most consumers in one answer.
-_PAGE = 256
 
 _Answer = Mapping[str, Any]
 
@@ -56,7 +54,6 @@ class JetStream:
         #: By the subjects that they store.
         self._by_subject: dict[str, SimStream] = {}
         self._requests: dict[str, Callable[[list[str], bytes], _Answer]] = {
-            "CONSUMER.LIST.": self._list_consumers,
             "CONSUMER.DURABLE.CREATE.": self._create_consumer,
             "STREAM.INFO.": self._stream_info,
             "STREAM.CREATE.": self._create_stream,
@@ -175,11 +172,6 @@ class JetStream:
             raise _Refused(*_NO_MESSAGE)
         stream.remove(sequence)
         return {"success": True}
-
-    def _list_consumers(self, names: list[str], _: bytes) -> _Answer:
-        stream = self._stream(names[0])
-        found = [_consumer_facts(stream, c) for _, c in sorted(stream.consumers.items())]
-        return {"total": len(found), "offset": 0, "limit": _PAGE, "consumers": found}
 
     def _create_consumer(self, names: list[str], payload: bytes) -> _Answer:
         stream = self._stream(names[0])

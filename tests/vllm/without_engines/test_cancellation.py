@@ -445,7 +445,7 @@ class RemotePrefill(Pair):
         queue = self.servers.queue(QUEUE)
         async with queue:
             async with asyncio.timeout(30):
-                while (await queue.depth()).total:
+                while (await queue.depth()).jobs:
                     await asyncio.sleep(0.05)
         decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
         await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
@@ -485,7 +485,7 @@ def test_a_pull_of_a_job(woken: bool):
                 job = job or await queue.pull(timeout_s=5.0)
                 assert job is not None and job.payload == b"job"
                 await job.ack()
-                assert (await queue.depth()).total == 0
+                assert (await queue.depth()).jobs == 0
 
     cancel_everywhere(script, at_least=3, woken=woken)
 
@@ -512,6 +512,6 @@ def test_a_push_and_an_answer_of_a_job(woken: bool):
                 assert job is not None
                 pulled.append(job)
             await pulled[0].ack()
-            assert (await queue.depth()).total == 0
+            assert (await queue.depth()).jobs == 0
 
     cancel_everywhere(script, at_least=4, woken=woken)

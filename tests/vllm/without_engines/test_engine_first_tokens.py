@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -246,7 +245,6 @@ async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[tuple[int, 
     """Runs a job; the tokens that it passes on, with what was cached of the prompt."""
     target = engine_metadata(num_blocks=9)
     rig.engine.metadata = target
-    rig.engine._checked[target.engine_id] = target, True
     tokens: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     async def passed_on(token: int, cached: int) -> None:
@@ -303,18 +301,3 @@ async def test_a_broken_link_is_reported(prefill_rig: PrefillRig):
     async with prefilling(prefill_rig):
         prefill_rig.core.step(**{BROKEN_LINK: [["e1", "connection reset"]]})
     assert prefill_rig.broken == [("e1", "connection reset")]
-
-
-async def test_a_refused_job_does_not_lose_who_has_left(prefill_rig: PrefillRig):
-    engine, target = prefill_rig.engine, engine_metadata(num_blocks=9)
-    engine.metadata = target
-    engine._checked[target.engine_id] = target, True
-    engine.forget(["e9"])
-    too_long = prefill_job(prompt_token_ids=[1] * MODEL.max_model_len)
-    with pytest.raises(Refused):
-        await engine.prefill(too_long, target, Cell(), AsyncMock())
-    async with prefilling(prefill_rig):
-        [added] = prefill_rig.core.added
-        assert added.sampling_params.extra_args[KV_TRANSFER_PARAMS]["forget"] == ["e9"]
-    engine.forget(["e8"])
-    assert engine._left == ["e8"], "each engine gets it once"

@@ -166,7 +166,6 @@ def test_a_prefill_engine_computes_the_whole_prompt_and_samples():
     made = requests.prefill(
         job(temperature=0.5, top_p=0.9, top_k=4, min_p=0.2, seed=3),
         engine_metadata(num_blocks=9),
-        [],
         Cell(),
         MODEL,
         first_token=True,
@@ -182,8 +181,8 @@ def test_a_prefill_engine_computes_the_whole_prompt_and_samples():
 def test_without_it_the_last_token_is_left_to_the_decode_engine():
     target = engine_metadata(num_blocks=9)
     for made in (
-        requests.prefill(job(seed=3, temperature=0.5), target, [], Cell(), MODEL),
-        requests.prefill(prefill_job(), target, [], Cell(), MODEL, first_token=True),
+        requests.prefill(job(seed=3, temperature=0.5), target, Cell(), MODEL),
+        requests.prefill(prefill_job(), target, Cell(), MODEL, first_token=True),
     ):
         assert made.prompt_token_ids == list(range(10))
         assert (made.params.temperature, made.params.seed) == (0, None)
@@ -196,7 +195,7 @@ def test_what_the_model_cannot_take_is_refused_and_breaks_no_step(change: dict[s
         wanted = msgspec.structs.replace(asked.first_token, **change)
         asked = msgspec.structs.replace(asked, first_token=wanted)
     try:
-        made = requests.prefill(asked, engine_metadata(), [], Cell(), MODEL, first_token=True)
+        made = requests.prefill(asked, engine_metadata(), Cell(), MODEL, first_token=True)
     except Refused:
         return
     # vLLM cuts top_k to the vocabulary.

@@ -197,7 +197,7 @@ def test_a_salt_keeps_prompts_apart_wherever_they_are_prefilled():
             prompt_token_ids=prompt, num_computed_tokens=0, block_ids=[1, 2], cache_salt=salt
         )
         target = engine_metadata(num_blocks=4)
-        made = (generation(asked, MODEL), prefill(job, target, [], Cell(), MODEL))
+        made = (generation(asked, MODEL), prefill(job, target, Cell(), MODEL))
         here, there = (Request.from_engine_core_request(each, hasher) for each in made)
         return list(here.block_hashes), list(there.block_hashes)
 
