@@ -35,7 +35,7 @@ async def test_what_no_worker_claims_is_computed_here_and_is_off_the_queue(
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/taken_back") == 1
     await decode.network()
-    assert (await depth(decode)).total == 0
+    assert (await depth(decode)).jobs == 0
     assert decode.half.prefills.jobs == decode.half.prefills.tokens == 0
     decode.output(failed=["r1"])
     clock.now += 100.0
@@ -75,11 +75,11 @@ async def test_a_job_that_cannot_be_deleted_is_refused_when_it_is_delivered(deco
     await decode.network()
     decode.output(failed=["r1"])
     decode.broker.set_connected(True)
-    assert (await depth(decode)).total == 1
+    assert (await depth(decode)).jobs == 1
     job = await decode.queue.pull(timeout_s=0)
     assert job is not None and isinstance(await decode.claim(attempt), ClaimRefused)
     await job.ack()
-    assert (await depth(decode)).total == 0
+    assert (await depth(decode)).jobs == 0
     decode.finish_last("r1")
 
 
@@ -89,9 +89,9 @@ async def test_a_job_whose_push_is_confirmed_late_is_deleted(decode: Decode):
     await decode.bridge.submitted.pop(0)  # the push begins
     decode.pass_s(LONG_S)
     [(attempt, _)] = decode.half.build_step().give_up
-    assert (await depth(decode)).total == 0
+    assert (await depth(decode)).jobs == 0
     await decode.network()
-    assert (await depth(decode)).total == 0
+    assert (await depth(decode)).jobs == 0
     assert decode.broker.stream("s", decode.queue_config).last_sequence == 1, "it was pushed"
     decode.output(failed=["r1"])
     assert decode.counted("remote/taken_back") == 1 and decode.counted("remote/refused") == 0
@@ -129,7 +129,7 @@ async def test_a_request_may_end_at_any_time(decode: Decode, clock: ManualClock,
         assert decode.counted("remote/taken_back") == 1
     assert decode.counted("remote/taken_back") + decode.counted("remote/cancelled") == 1
     await decode.network()
-    assert (await depth(decode)).total == 0
+    assert (await depth(decode)).jobs == 0
     decode.half.build_step()
     decode.assert_clean()
 

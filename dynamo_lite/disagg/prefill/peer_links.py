@@ -116,9 +116,13 @@ class PeerLinks:
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
-            case Snapshot(entries):  # what is missing may come back, or its member leaves
-                for key, value in sorted(entries.items()):
-                    self._add(key.removeprefix(self._prefix), value)
+            case Snapshot(entries):
+                listed = {key.removeprefix(self._prefix): value for key, value in entries.items()}
+                # If the store has lost the record, its engine puts it again.
+                for engine_id in self._links.keys() - listed.keys():
+                    self._deleted(engine_id)
+                for engine_id, value in sorted(listed.items()):
+                    self._add(engine_id, value)
             case Put(key, value):
                 self._add(key.removeprefix(self._prefix), value)
             case Delete(key):
