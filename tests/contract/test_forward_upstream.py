@@ -379,7 +379,8 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
 async def test_another_port_of_an_engine_may_refuse_while_it_works():
     async with world(says(HEALTHY)) as w:
         with fails("refused"):
-            await w.upstream.fetch(w.engine, f"http://127.0.0.1:{reserved_port()}/", within_s=5)
+            other = "127.0.0.1", reserved_port()
+            await w.upstream.fetch(w.engine, "/", within_s=5, at=other)
         assert w.engine.ends == 0
         w.server.close()
         with fails("refused"):
