@@ -9,7 +9,8 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -20,21 +21,38 @@ from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 
+_T = TypeVar("_T")
+
 #: Pods with a lower cost are ended first.
 _DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LOWEST_COST = "-2147483647"
 _SUBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
+class _Selector(msgspec.Struct):
+    matchLabels: dict[str, str]
+
+
 class _Spec(msgspec.Struct):
+    selector: _Selector
     replicas: int = 1
 
 
 class _Status(msgspec.Struct):
     replicas: int = 0
     readyReplicas: int = 0
-    #: Of Kubernetes 1.33 or newer, with its feature gate.
-    terminatingReplicas: int = 0
+
+
+class _PodMetadata(msgspec.Struct):
+    deletionTimestamp: str = ""
+
+
+class _Pod(msgspec.Struct):
+    metadata: _PodMetadata
+
+
+class _Pods(msgspec.Struct):
+    items: list[_Pod]
 
 
 class _Metadata(msgspec.Struct):
@@ -87,27 +105,38 @@ class KubernetesConnector:
         """Marks a pod as the one that Kubernetes ends first."""
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{host}"
         change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
-        await self._api.patch(path, change)
+        await self._api.patch(f"{self._pods}/{host}", change)
 
     async def _counts(self, component: str) -> RoleCounts:
-        answer = await self._api.get(self._path(component))
-        try:
-            found = msgspec.convert(answer, _Workload)
-        except msgspec.ValidationError as exc:
-            raise ProtocolError(f"Kubernetes: not a workload: {exc}") from exc
+        found = await self._read(self._path(component), _Workload)
         self._versions[component] = found.metadata.resourceVersion
+        labels = ",".join(
+            f"{key}={value}" for key, value in found.spec.selector.matchLabels.items()
+        )
+        pods = await self._read(f"{self._pods}?labelSelector={quote(labels)}", _Pods)
         ready = min(found.status.readyReplicas, found.spec.replicas)
-        too_many = max(found.status.replicas - found.spec.replicas, 0)
+        # A Deployment does not count its pods that end; they have their devices until then.
+        ending = sum(bool(pod.metadata.deletionTimestamp) for pod in pods.items)
         return RoleCounts(
             starting=found.spec.replicas - ready,
             ready=ready,
-            draining=too_many + found.status.terminatingReplicas,
+            draining=max(found.status.replicas - found.spec.replicas, 0) + ending,
             devices_each=self._workloads[component][1],
             # The scheduler of Kubernetes knows; a pod without a device stays pending.
             devices_free=100_000,
         )
+
+    async def _read(self, path: str, kind: type[_T]) -> _T:
+        answer = await self._api.get(path)
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as exc:
+            raise ProtocolError(f"Kubernetes: {path}: {exc}") from exc
+
+    @property
+    def _pods(self) -> str:
+        return f"/api/v1/namespaces/{self._api.namespace}/pods"
 
     def _path(self, component: str) -> str:
         workload = self._workloads[component][0]

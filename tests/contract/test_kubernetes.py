@@ -54,6 +54,8 @@ class ApiServer:
             if fault == "garbage":
                 return web.Response(body=b"\xff not json")
             return _status(fault, "told to")
+        if (request.path, request.method) == ("/api/v1/namespaces/prod/pods", "GET"):
+            return self._listed(request.query["labelSelector"])
         kind, _, name = request.path.rpartition("/pods/")
         if kind == "/api/v1/namespaces/prod":
             return await self._annotate(request, name)
@@ -67,13 +69,20 @@ class ApiServer:
     def _workload(self, name: str) -> dict[str, Any]:
         return {
             "metadata": {"name": name, "resourceVersion": str(self.versions[name])},
-            "spec": {"replicas": self.replicas[name]},
-            "status": {
+            "spec": {
                 "replicas": self.replicas[name],
-                "readyReplicas": self.ready[name],
-                "terminatingReplicas": self.terminating[name],
+                "selector": {"matchLabels": {"app": "dynamo-lite", "role": name}},
             },
+            "status": {"replicas": self.replicas[name], "readyReplicas": self.ready[name]},
         }
+
+    def _listed(self, selector: str) -> web.Response:
+        labels = dict(label.split("=") for label in selector.split(","))
+        assert labels.pop("app") == "dynamo-lite"
+        name = labels.pop("role")
+        ending = {"name": "old", "deletionTimestamp": "2026-01-01T00:00:00Z"}
+        pods = [{"name": "new"}] * self.replicas[name] + [ending] * self.terminating[name]
+        return web.json_response({"items": [{"metadata": pod} for pod in pods]})
 
     async def _scale(self, request: web.Request, name: str) -> web.Response:
         if request.content_type != "application/merge-patch+json":
