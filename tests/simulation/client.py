@@ -218,8 +218,10 @@ class CancelWatch:
     counts: Counter[str]
     #: Longest time of a cancel from a caller to a prefill worker.
     longest_s: float = 0.0
-    #: Attempts with a cancel in flight, and when it began.
-    _under_way: dict[str, float] = field(default_factory=dict[str, float])
+    #: Attempts with a cancel in flight: when it began, and the engine that was asked to abort.
+    _under_way: dict[str, tuple[float, SimEngineProcess]] = field(
+        default_factory=dict[str, tuple[float, SimEngineProcess]]
+    )
 
     def aborting(self, engine: SimEngineProcess, request_ids: Sequence[str]) -> None:
         """To be called before these requests are aborted."""
@@ -236,18 +238,23 @@ class CancelWatch:
             if state is AttemptState.HELD and attempt is not None and halves.writes(attempt):
                 self.counts["cancels sent to writers"] += 1
                 began = self.began_at(request)
-                self._under_way[attempt] = self.now() if began is None else began
+                self._under_way[attempt] = self.now() if began is None else began, engine
 
     def ended(self, attempt: str) -> float | None:
         """The renewal of the attempt's claim was refused, or its writer is done. Returns how long
         that took; None if it was not cancelled, or has ended before."""
-        began = self._under_way.pop(attempt, None)
-        if began is None:
+        found = self._under_way.pop(attempt, None)
+        if found is None:
             return None
-        took_s = self.now() - began
+        took_s = self.now() - found[0]
         self.counts["cancels that reached writers"] += 1
         self.longest_s = max(self.longest_s, took_s)
         return took_s
+
+    def died(self, engine: SimEngineProcess) -> None:
+        """It refuses no claim any more, also if it has left in peace. Its writers notice that at
+        their next transfer or at the end of their claim."""
+        self._under_way = {a: one for a, one in self._under_way.items() if one[1] is not engine}
 
     @property
     def under_way(self) -> list[str]:

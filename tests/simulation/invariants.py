@@ -82,6 +82,7 @@ class Judge:
     def engine_died(self, engine: SimEngineProcess) -> None:
         """Its memory is gone: writes to it and its blocks are not checked any more."""
         self._engines.pop(engine.mover, None)
+        self.cancels.died(engine)
 
     def engines(self) -> list[SimEngineProcess]:
         """Those that live."""
