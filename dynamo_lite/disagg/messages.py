@@ -83,7 +83,7 @@ class PrefillStep:
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
     #: Metadata (msgpack) by engine id, in the first step that needs it. The ranks keep it until
-    #: `forget` names the engine, which no job has then.
+    #: `forget` names the engine. A step does not forget an engine that it introduces.
     targets: dict[str, bytes] = field(default_factory=dict)
     #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
     #: which knows its own.

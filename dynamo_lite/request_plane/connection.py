@@ -42,6 +42,10 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
+#: A worker that is not registered any more and sends nothing for this long is disconnected: one
+#: that is frozen gives its requests no end.
+RETIRED_SILENCE_S = 60.0
+
 
 class Connection:
     """One TCP connection to a worker, and the state of the requests on it.
@@ -75,6 +79,7 @@ class Connection:
         self._sending = asyncio.Lock()
         #: Set while the worker is not registered.
         self._retired = False
+        self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._connection = FrameConnection(self, on_drop=on_drop)
         self._welcomed: asyncio.Future[None] = loop.create_future()
@@ -214,8 +219,14 @@ class Connection:
 
     def set_retired(self, retired: bool) -> None:
         """Marks the worker as left. The connection is closed when no request is left on it."""
+        if retired == self._retired:
+            return
         self._retired = retired
-        self._close_if_retired()
+        if retired:
+            self._watch_silence()
+            self._close_if_retired()
+        elif self._silence is not None:
+            self._silence.cancel()
 
     def drop(self, why: str) -> None:
         """Disconnects. `on_lost` reports the running requests."""
@@ -266,6 +277,8 @@ class Connection:
         self._close_if_retired()
 
     def connection_closed(self, connection: FrameConnection, why: str) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
         lost = sorted(i for i in self._wanted if i not in self._pending)
         self._wanted.clear()
         self.closed.set_result(why)
@@ -286,3 +299,14 @@ class Connection:
     def _close_if_retired(self) -> None:
         if self._retired and not self._wanted:
             self._connection.close("the worker left")
+
+    def _watch_silence(self) -> None:
+        self._silence = asyncio.get_running_loop().call_later(
+            RETIRED_SILENCE_S, self._check_silence, self._connection.frames_received
+        )
+
+    def _check_silence(self, frames_before: int) -> None:
+        if self._connection.frames_received == frames_before:
+            self._connection.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
+        else:
+            self._watch_silence()

@@ -124,8 +124,7 @@ class FrameConnection(asyncio.Protocol):
         self._parser = FrameParser(first_max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: A frame has come.
-        self._begun = False
+        self._frames_received = 0
         #: Bytes that were written since the start, and those that had left when the peer was
         #: checked last.
         self._bytes_sent = 0
@@ -150,6 +149,10 @@ class FrameConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether what is sent may arrive."""
         return self._transport is not None and not self._closed and not self._transport.is_closing()
+
+    @property
+    def frames_received(self) -> int:
+        return self._frames_received
 
     def send(self, data: bytes) -> None:
         """Queues whole frames. They are dropped when the connection is closed."""
@@ -198,9 +201,9 @@ class FrameConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._parser.feed(data):
-                if not self._begun and not self._paused:
+                if self._frames_received == 0 and not self._paused:
                     self._cancel_timer()
-                self._begun = True
+                self._frames_received += 1
                 self._receiver.frame_received(self, payload)
                 if self._transport is None or self._transport.is_closing():
                     return

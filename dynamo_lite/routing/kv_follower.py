@@ -34,7 +34,7 @@ from dynamo_lite.runtime.messaging import Messaging
 
 #: A reported load that is older than this is stale and ignored.
 LOAD_AGE_S = 3.0
-#: After this time without an answer a worker is asked again for all of its blocks.
+#: A worker is asked for all of its blocks at most once in this time.
 _ASK_S = 2.0
 
 
@@ -137,7 +137,7 @@ class KvFollower:
         self._notices.labels("gap" if missed else "applied").inc()
         if worker.shard is not None and not worker.complete:
             # If the answer is lost, a later notice asks again.
-            if missed or _now() >= worker.asked_at + _ASK_S:
+            if _now() >= worker.asked_at + _ASK_S:
                 await self._ask(worker)
 
     def _receive(self, worker: _WorkerView, notice: KvNotice) -> bool:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 LOAD_PERIOD_S = 0.1
 #: Longest time between two notices, so that a router soon detects a missed last one.
 IDLE_PERIOD_S = 1.0
+#: Least time between two publications of all blocks.
+ALL_PERIOD_S = 2.0
 
 
 class Holdings(Protocol):
@@ -69,6 +71,9 @@ class KvPublisher:
         self._told_at = 0.0
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        #: All blocks are published at this time, at the latest request of a router; and were last.
+        self._all_due: asyncio.TimerHandle | None = None
+        self._all_at = -ALL_PERIOD_S
 
     def __repr__(self) -> str:
         return f"<KvPublisher {self._lease_id:x} number={self._number}>"
@@ -95,8 +100,9 @@ class KvPublisher:
                 self._wake.clear()
                 await self._publish()
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._all_due):
+                if timer is not None:
+                    timer.cancel()
 
     def _load_is_due(self) -> None:
         self._timer = None
@@ -134,7 +140,14 @@ class KvPublisher:
             )
 
     async def _on_request(self, payload: bytes) -> None:
-        """Publishes everything that the engine holds, which includes the pending changes."""
+        """Publishes all blocks, once for all routers that ask within `ALL_PERIOD_S`."""
+        if self._all_due is None:
+            loop = asyncio.get_running_loop()
+            self._all_due = loop.call_at(self._all_at + ALL_PERIOD_S, self._publish_all)
+
+    def _publish_all(self) -> None:
+        """Everything that the engine holds, which includes the pending changes."""
+        self._all_due, self._all_at = None, asyncio.get_running_loop().time()
         held = self._holdings.held() if self._holdings else ()
         starts = range(0, len(held), HASHES_PER_MESSAGE)
         parts = [list(held[start : start + HASHES_PER_MESSAGE]) for start in starts]

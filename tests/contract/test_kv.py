@@ -224,6 +224,30 @@ async def test_all_blocks_come_in_parts_while_they_change(
             await eventually(lambda: router.sees(worker))
 
 
+async def test_routers_that_ask_together_are_answered_once(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    wholes: list[int] = []
+
+    async def hear(payload: bytes) -> None:
+        notice = decode_kv_notice(payload)
+        if notice.changes and isinstance(notice.changes[0], KvCleared):
+            wholes.append(notice.number)
+
+    asked = names.kv_snapshot_subject(namespace, COMPONENT, 7)
+    async with (
+        messaging.serve(names.kv_subject(namespace, COMPONENT), hear),
+        Worker(messaging, store, namespace, 7) as worker,
+    ):
+        worker.compute(PROMPTS[0])
+        for _ in range(3):
+            await messaging.publish(asked, b"")
+            await asyncio.sleep(0.2)
+        await eventually(lambda: len(wholes) == 2)
+        await asyncio.sleep(0.3)
+        assert len(wholes) == 2, "one at once, and one for all that came meanwhile"
+
+
 async def test_bad_notices_are_dropped_and_counted(
     messaging: Messaging, store: MemoryStore, namespace: str
 ) -> None:

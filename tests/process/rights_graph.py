@@ -1,7 +1,7 @@
 """Graphs of all shipped components around engines that compute nothing."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self

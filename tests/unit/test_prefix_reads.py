@@ -417,6 +417,19 @@ def test_the_ranks_keep_the_engines_that_were_used_last(half: Half, monkeypatch:
     assert list(told_of(half, "a7").targets) == ["e1"]
 
 
+def test_an_engine_that_loses_its_place_and_is_needed_in_one_step_is_not_forgotten(
+    half: Half, monkeypatch: Any
+):
+    monkeypatch.setattr(scheduler, "_MOST_ENGINES", 1)
+    told_of(half, "a1", engine_id="e1", target=b"")
+    end(half, "a1")
+    reads = half.job("a2")
+    change(reads, engine_id="e2", target=b"")
+    assert half.admit(reads) > 0
+    step = told_of(half, "a3", engine_id="e1", target=b"")
+    assert step.forget == [] and set(step.targets) == {"e1", "e2"}
+
+
 def end(half: Half, name: str) -> None:
     """The job is over, and its writes too."""
     half.half.request_finished(SimpleNamespace(request_id=name))  # type: ignore[arg-type]

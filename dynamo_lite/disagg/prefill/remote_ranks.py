@@ -115,12 +115,13 @@ class RemoteRanks:
 
     def update(self, step: PrefillStep) -> None:
         """Stores the step's metadata of engines, and drops engines that it forgets."""
-        self._metadata |= step.targets
-        self._own_engine = step.own or self._own_engine
         for engine_id in step.forget:
             self._connected.pop(engine_id, None)
             self._metadata.pop(engine_id, None)
             self.ending.add(engine_id)
+        # After that: a step may forget an engine and need it again.
+        self._metadata |= step.targets
+        self._own_engine = step.own or self._own_engine
 
     def ensure_connected(self, engine_id: str) -> str | None:
         """Connects an engine unless it is connected. Returns why that failed."""

@@ -298,6 +298,8 @@ class PrefillScheduler:
         self._introduced[engine_id] = None
         if known:
             return
+        if engine_id in step.forget:  # it has lost its place to another one in this step
+            step.forget.remove(engine_id)
         step.targets[engine_id] = job.params.target
         if self.metadata is not None and len(self.metadata.ranks) > 1:
             step.own = encode(self.metadata)

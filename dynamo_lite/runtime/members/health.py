@@ -250,8 +250,9 @@ class HealthMonitor:
         )
         if not silent:
             return
-        self._known = None
         for lease_id in silent:
             self._members[lease_id].silent = True
+        self._known = None  # after that: other threads read `responsive`
+        for lease_id in silent:
             logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
         self._listeners.notify(frozenset(), silent)
