@@ -194,6 +194,10 @@ def test_other_urls_are_refused(parse: Parse, url: str, complaint: str) -> None:
         ("SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: unable", "not trusted"),
         ("[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert", "client's certificate"),
         ("SSL_ERROR_SSL: OPENSSL_internal:SSLV3_ALERT_BAD_CERTIFICATE: OK", "client's certificate"),
+        (
+            "UNAVAILABLE: ipv4:127.0.0.1:1: Unwrap failed (TSI_DATA_CORRUPTED)",
+            "client's certificate",
+        ),
         ("OPENSSL_internal:WRONG_VERSION_NUMBER: Invalid certificate", "does not speak TLS"),
     ],
 )

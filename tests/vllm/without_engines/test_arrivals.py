@@ -126,7 +126,7 @@ def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
     monkeypatch.setattr(
         engine.kv_cache_manager,
         "get_computed_blocks",
-        lambda request: (looked_up.update([request.request_id]), look_up(request))[1],
+        lambda request, *more: (looked_up.update([request.request_id]), look_up(request, *more))[1],
     )
     assert [steps.step() for _ in range(5)] == [["stream"]] * 5
     assert set(looked_up.values()) == {1} and len(looked_up) == 5
