@@ -1,5 +1,7 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,6 @@ from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import DEVICES, child_environment
-from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.vllm.args import engine_flags
@@ -31,6 +32,26 @@ class ServeRequest:
     log_format: LogFormat = "text"
     #: Whether the processes' output goes to stderr, not to files.
     log_to_stderr: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is needed to start one process of a service, any number of times."""
+
+    service: str
+    instance: int
+    #: Its last argument is missing: the descriptor of the pipe for reports.
+    command: tuple[str, ...]
+    #: File with its output; None: the supervisor's stderr.
+    log_path: Path | None
+    #: Its whole environment.
+    env: Mapping[str, str]
+    #: The devices of the host that it occupies.
+    devices: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}-{self.instance}"
 
 
 class Launches:
@@ -70,23 +91,23 @@ class Launches:
             settings_path = plans.resolve() / f"{name}.logging.json"
             write_private(settings_path, msgspec.json.encode(log_settings))
             environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings_path))
-        launch = Launch(
-            service=self.service.service.name,
-            instance=instance,
-            plan_path=plans / f"{name}.json",
-            log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
-            env=environment,
-            devices=devices,
-        )
         plan = ChildPlan(
             component=self.service.service.component,
             spec=self._spec(instance),
             logging=log_settings,
         )
-        write_private(launch.plan_path, msgspec.json.encode(plan))
-        if launch.log_path is not None:
-            launch.log_path.write_bytes(b"")
-        return launch
+        path, log = plans / f"{name}.json", logs / f"{name}.log"
+        write_private(path, msgspec.json.encode(plan))
+        if not self._request.log_to_stderr:
+            log.write_bytes(b"")
+        return Launch(
+            service=self.service.service.name,
+            instance=instance,
+            command=(sys.executable, "-m", "dynamo_lite.serve.child", str(path)),
+            log_path=None if self._request.log_to_stderr else log,
+            env=environment,
+            devices=devices,
+        )
 
     def _spec(self, instance: int) -> ProcessSpec:
         service, config, place = self.service.service, self._request.config, self._place

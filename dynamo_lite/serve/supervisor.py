@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
-from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.config import GraphOptions
@@ -15,7 +14,6 @@ from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import Launches
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunState, run_file, write_run
 
@@ -24,7 +22,6 @@ _REMINDER_S = 5.0
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
-_BACKOFF = Backoff(longest_s=5.0)
 
 
 class Supervisor:
@@ -50,7 +47,7 @@ class Supervisor:
         progress: Progress,
         options: GraphOptions,
     ):
-        self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
+        self._etcd_url = run.etcd_url(tiers[0].service.service.name)
         self._directory, self._run, self._progress = directory, run, progress
         self._fleet = Fleet(tiers, options.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
@@ -127,8 +124,7 @@ class Supervisor:
     ) -> InstanceSupervisor:
         return InstanceSupervisor(
             launches.make(number, devices),
-            _BACKOFF,
-            self._leases,
+            self._etcd_url,
             self._progress,
             self._on_change,
             needed=self._run.state != "ready",
