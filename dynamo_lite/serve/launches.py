@@ -21,12 +21,10 @@ class ServeRequest:
     graph_name: str
     config: GraphConfig
     state_dir: Path
-    #: None: start an embedded server, or with `only` use the server of the running graph.
+    #: None: start an embedded server, or for a lone service use the server of the running graph.
     nats_url: str | None = None
     #: See `nats_url`.
     etcd_url: str | None = None
-    #: The one service to start; None: the whole graph.
-    only: str | None = None
     #: A level name of the logging module.
     log_level: str = "INFO"
     log_format: LogFormat = "text"
