@@ -56,12 +56,18 @@ class Fleet:
 
     def add(self, component: str) -> InstanceSupervisor:
         """Enters one more process. Raises Refused, which says what is accepted."""
-        self._check_scalable(component)
-        return self._enter(component, self._free_number(component))
+        self.number(component)
+        present = {one.launch.instance for one in self._tiers[component] if not one.done.is_set()}
+        if len(present) >= MAX_INSTANCES:
+            raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
+        free = next(number for number in range(MAX_INSTANCES) if number not in present)
+        return self._enter(component, free)
 
     def number(self, component: str) -> int:
         """Its processes, without draining ones. Raises as `add`."""
-        self._check_scalable(component)
+        if component not in (accepted := self._scalable()):
+            can = ", ".join(accepted) or "none"
+            raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
         counts = self._counts(component)
         return counts.starting + counts.ready
 
@@ -102,14 +108,6 @@ class Fleet:
         self._tiers[name].append(instance)
         return instance
 
-    def _free_number(self, component: str) -> int:
-        """Raises Refused when no process can be added."""
-        tier = self._tiers[component]
-        present = {one.launch.instance for one in tier if not one.done.is_set()}
-        if len(present) >= MAX_INSTANCES:
-            raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
-        return next(n for n in range(MAX_INSTANCES) if n not in present)
-
     def _free(self) -> tuple[str, ...]:
         """The devices that no process occupies which has not ended."""
         occupied = {name for one in self if not one.done.is_set() for name in one.launch.devices}
@@ -117,12 +115,6 @@ class Fleet:
 
     def _scalable(self) -> list[str]:
         return [name for name, one in self._launches.items() if one.service.service.scalable]
-
-    def _check_scalable(self, component: str) -> None:
-        accepted = self._scalable()
-        if component not in accepted:
-            can = ", ".join(accepted) or "none"
-            raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
 
     def _counts(self, name: str) -> RoleCounts:
         tier = self._tiers[name]
