@@ -25,7 +25,7 @@ from dynamo_lite.serve.embedded import (
     EmbeddedServer,
     fresh_folder,
 )
-from dynamo_lite.serve.launches import Launches, ServeRequest
+from dynamo_lite.serve.launches import ServeRequest
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunState,
@@ -51,7 +51,7 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    here, shared = request.config.here, request.config.shared
+    here = request.config.here
     if any(service.service.flags != "none" for service in here):
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
@@ -63,8 +63,7 @@ async def serve(request: ServeRequest) -> int:
         if stop.is_set:
             raise Interrupted
         stack.callback(run_file(directory).unlink, missing_ok=True)
-        tiers = [Launches(request, service, directory, state) for service in started]
-        supervisor = Supervisor(tiers, servers, directory, state, stop, force, progress, shared)
+        supervisor = Supervisor(request, started, servers, directory, state, stop, force, progress)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         code = await supervisor.run()
     progress.line("serve", "ended")
