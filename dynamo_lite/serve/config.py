@@ -18,7 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES
-from dynamo_lite.serve.document import Document, field_keys, fill, kebab, unknown_key
+from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
 
@@ -189,7 +189,7 @@ def _resolve_service(
     options, flags = content, {}
     if service.flags != "none":
         options = {key: value for key, value in content.items() if key in own}
-        flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
+        flags = _flags(path, document, {k: v for k, v in content.items() if k not in own})
     accepted = accepted_keys(service)
     options = fill(document, path, service.config, options, service.defaults, accepted)
     given = document.section(service.name, "ServiceArgs")
@@ -220,22 +220,22 @@ def _from_common(
     return taken
 
 
-def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
+def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str, Any]:
     """Checks what can be checked of vLLM's arguments without importing vLLM.
 
     Returns those that only vLLM's parsers can check.
     """
     flags: dict[str, Any] = {}
     for name, value in given.items():
-        key, where = str(name), (service.name, str(name))
-        if why := removed_option(*where) or service.reserved.get(key):
-            document.complain(where, why)
+        key, where = str(name), (*path, str(name))
+        if gone := removed_option(*where):
+            document.complain(where, gone)
         elif key != kebab(key):
             document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
             flags[key] = value
     if not isinstance(flags.get("model"), str):
-        document.complain((service.name, "model"), "expected the path or the name of a model")
+        document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
 
 

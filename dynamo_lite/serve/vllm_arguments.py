@@ -65,8 +65,7 @@ def _verdict(service: Service, mistake: Mistake) -> str:
     """The message for a mistake. An unknown key may be a misspelt key of the service's own."""
     if mistake["message"] != UNKNOWN_KEY:
         return mistake["message"]
-    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
-    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
+    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
     return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
 
 
