@@ -156,9 +156,10 @@ class Supervisor:
             url = instance.facts.get("url")
             if not url:
                 continue
-            model = instance.facts.get("model", "MODEL")
             say(f"ready {url}", sys.stdout)
-            say(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), sys.stdout)
+            if not url.startswith("https:") and not instance.facts.get("asks_key"):
+                model = instance.facts.get("model", "MODEL")
+                say(_EXAMPLE.format(url=url, model=model), sys.stdout)
             return
         say(f"ready {' '.join(self._fleet.names())}", sys.stdout)
 
@@ -212,18 +213,7 @@ class Supervisor:
 
 
 _EXAMPLE = """
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\{more}
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], \
 "max_tokens": 32}}'
 """
-
-
-def _example(url: str, model: str, *, needs_key: bool) -> str:
-    """A curl command; key and certificate are variables of the user's shell."""
-    more: list[str] = []
-    if url.startswith("https:"):
-        more.append('--cacert "$CERTIFICATE"')
-    if needs_key:
-        more.append('-H "Authorization: Bearer $API_KEY"')
-    lines = "".join(f"\n    {option} \\" for option in more)
-    return _EXAMPLE.format(url=url, model=model, more=lines)

@@ -22,8 +22,6 @@ from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules
 from dynamo_lite.vllm.compat import require_tested, vllm_version
 
 _VLLM_TIMEOUT_S = 180.0
-#: The newest are kept.
-_VERDICTS = 256
 
 
 def check_vllm_arguments(
@@ -81,9 +79,6 @@ def _keep(file: Path, verdict: list[Mistake] | None) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_private(file, msgspec.json.encode(verdict))
-        kept = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
-        for old in kept[:-_VERDICTS]:
-            old.unlink(missing_ok=True)
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
