@@ -77,10 +77,10 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
-        tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ())) or {}
-        if not isinstance(tree, dict):
+        tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
+        if not isinstance(tree, dict | None):
             raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
-        document.tree = tree
+        document.tree = tree or {}
     for text in overrides:
         _apply_override(document, text)
     return document

@@ -143,7 +143,7 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
     A planner of Kubernetes knows the devices of its workers by its own section, and the graph does
     not start them.
     """
-    planner = next((c for c in config.here if c.service == PLANNER and c.workers), None)
+    planner = next((c for c in config.here if c.service.name == PLANNER.name and c.workers), None)
     # Without options after a mistake in its section.
     if planner is None or not planner.options:
         return
