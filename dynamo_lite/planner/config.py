@@ -1,5 +1,4 @@
-"""The options of the Planner in the YAML file; docs/configuration.md says what each means. The
-command line reads this module."""
+"""The options of the Planner in the YAML file. The command line reads this module."""
 
 import re
 from dataclasses import dataclass, field
@@ -16,11 +15,17 @@ WORKLOAD = re.compile(r"deployments/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 class KubernetesOptions:
     """The workloads that a planner scales, and how it reaches the API server."""
 
+    #: Workload of the decode workers, as `deployments/NAME`.
     decode: str = ""
+    #: Workload of the prefill workers; empty: there are none.
     prefill: str = ""
+    #: Devices of one decode worker, for the budget.
     decode_devices: NaturalOption = 1
+    #: Devices of one prefill worker.
     prefill_devices: NaturalOption = 1
+    #: The API server.
     url: str = "https://kubernetes.default.svc"
+    #: Folder with the files `token`, `ca.crt` and `namespace` of a service account.
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
 
     @property
@@ -38,7 +43,10 @@ class KubernetesOptions:
 class PlannerConfig(PlannerOptions):
     """Changes the numbers of prefill and decode workers with the load."""
 
+    #: Whether decisions are only reported, not carried out.
     dry_run: bool = False
+    #: With a workload in it Kubernetes starts and removes workers, and else the supervisor of the
+    #: graph on this host.
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
 
     def __post_init__(self) -> None:
