@@ -32,13 +32,10 @@ def check_vllm_arguments(
 
     Raises StartupError when vLLM is not installed or was not tried, or its parsers fail.
     """
-    sections = {
-        c.service.name: {"kind": c.service.flags, "args": c.flags}
-        for c in config.services
-        if c.service.flags != "none"
-    }
-    if not sections:
+    services = {c.service.name: c for c in config.services if c.service.flags != "none"}
+    if not services:
         return
+    sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
     version = vllm_version()
     require_tested(version, allow_untested=allow_untested)
     files = {name: cache / f"{_key_of(version, s)}.json" for name, s in sections.items()}
@@ -48,10 +45,9 @@ def check_vllm_arguments(
         for name in unknown:
             verdicts[name] = [mistake for mistake in mistakes if mistake["section"] == name]
             _keep(files[name], verdicts[name])
-    services = {c.service.name: c.service for c in config.services}
     for name, found in verdicts.items():
         for mistake in found or ():
-            document.complain((name, mistake["key"]), _verdict(services[name], mistake))
+            document.complain((name, mistake["key"]), _verdict(services[name].service, mistake))
 
 
 def _key_of(version: str, section: dict[str, Any]) -> str:
