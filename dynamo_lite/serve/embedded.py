@@ -33,7 +33,7 @@ from dynamo_lite.serve.run_state import ServerState, write_private
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.01
-#: Ends and failed starts in a row after which a failed start ends the whole graph: nearly 8 s.
+#: Failed starts in a row after which the whole graph fails: nearly 8 s.
 _TRIES = 6
 #: Free ports that a first start tries.
 _PORTS = 5
@@ -85,7 +85,7 @@ class EmbeddedServer(ABC):
             what = f"ended ({exit_text(await self.exited())}); restarting"
             self.state.pid = 0
             on_change()
-            uptime_s = time.monotonic() - began
+            uptime_s, tries = time.monotonic() - began, 0
             while not self.state.pid:
                 again = _BACKOFF.after_exit(failures, uptime_s)
                 failures, uptime_s = again.failures, 0.0
@@ -96,7 +96,8 @@ class EmbeddedServer(ABC):
                 try:
                     await self.restart()
                 except StartupError as exc:
-                    if failures >= _TRIES and not self.graph_ends:
+                    tries += 1
+                    if tries >= _TRIES and not self.graph_ends:
                         raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
                     what = f"{exc}; next try"
             self.state.restarts += 1
