@@ -144,25 +144,25 @@ def serve(
     from dynamo_lite.serve.startup_checks import (
         check_planner_budget,
         check_stored_responses,
-        check_url_syntax,
+        check_urls,
     )
     from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
-    check_url_syntax(nats_url, etcd_url)
+    check_urls(nats_url, etcd_url)
     value = load_graph(graph)
     if file is not None and (found := config_file(file)) != file:
         print(f"{file}: the packaged file, {found}", file=sys.stderr)
         file = found
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
-    check_planner_budget(config, document, only=service_name)
-    check_stored_responses(config, document, only=service_name)
+    check_planner_budget(config, document)
+    check_stored_responses(config, document)
     if not document.mistakes and not dry_run:
-        check_quickly(config, state_dir, service_name)
+        check_quickly(config, state_dir)
     verdicts = state_dir / "cache" / "vllm-arguments"
     check_vllm_arguments(config, document, verdicts, allow_untested=allow_untested_vllm)
     if not document.mistakes:
-        config = settle_edge(config, document, only=service_name)
+        config = settle_edge(config, document)
     document.raise_mistakes()
     if dry_run:
         print(_as_yaml(graph, config), end="")
@@ -173,7 +173,6 @@ def serve(
         state_dir=state_dir,
         nats_url=nats_url,
         etcd_url=etcd_url,
-        only=service_name,
         log_level="DEBUG" if verbose else "INFO",
         log_format=log_format,
         log_to_stderr=log_to == "stderr",

@@ -104,11 +104,7 @@ def join(
     from dynamo_lite.forward.join import COMPONENTS, JoinOptions, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
-    from dynamo_lite.serve.startup_checks import (
-        check_certificates,
-        check_exposed_urls,
-        check_url_syntax,
-    )
+    from dynamo_lite.serve.startup_checks import check_certificates, check_urls
 
     if protocol == "neuron-static":
         raise ConfigError(
@@ -130,8 +126,7 @@ def join(
         raise ConfigError([f"join: {exc}"]) from exc
     component = COMPONENTS[options.role]
     place = find_place(state_dir, etcd_url, namespace, certificates, component)
-    check_url_syntax(None, place.etcd_url)
-    check_exposed_urls(None, place.etcd_url, certified=place.folder is not None)
+    check_urls(None, place.etcd_url)
     check_certificates(place.folder, place.namespace, [component], bind_host, "--bind-host")
     spec = ProcessSpec(
         namespace=place.namespace,

@@ -1,6 +1,7 @@
 """The options of the Forwarder in the YAML file, and of a sidecar.
 
-Imports nothing heavy, because the command line imports it.
+docs/configuration.md says what each means. Imports nothing heavy, because the command line imports
+it.
 """
 
 import ipaddress
@@ -26,18 +27,11 @@ _HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9
 class EngineOptions:
     """One stock engine."""
 
-    #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
-    #: Which legs it may take.
     role: EngineRole
-    #: Where its side of the handover listens; None: the URL's host.
     transfer_host: str | None = None
-    #: Port of its side of the handover (Mooncake's and SGLang's bootstrap server, KVT, MoRIIO's
-    #: handshake); None: the protocol's default.
     transfer_port: Port | None = None
-    #: MoRIIO's second port; None: its default.
     notify_port: Port | None = None
-    #: PEM file of the authorities that may have signed its certificate; None: the system's.
     ca_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,36 +67,19 @@ class EngineOptions:
 class ForwarderConfig:
     """An HTTP server in front of stock engines."""
 
-    #: Address to listen on.
     host: str = "127.0.0.1"
-    #: Port to listen on; 0 takes a free one.
     port: PortOption = 8000
-    #: PEM file of the server's certificate and those that sign it: with it, HTTPS is served.
     tls_cert: str | None = None
-    #: PEM file of its private key, unencrypted.
     tls_key: str | None = None
-    #: The engines' handover protocol.
     protocol: ProtocolName = "nixl"
-    #: Engines that are always used.
     engines: tuple[EngineOptions, ...] = field(default_factory=tuple[EngineOptions, ...])
-    #: Whether engines that have joined (`dynamo-lite join`) are used, too; None: if `engines` is
-    #: empty.
     discover: bool | None = None
-    #: PEM file of the authorities that may have signed the certificates of joined engines;
-    #: None: the system's.
     joined_ca_file: str | None = None
-    #: Prompts with at most this many uncached tokens (estimated) get no prefill leg; 0: all get
-    #: one.
     max_local_prefill_length: NaturalOption = 0
-    #: Decode engines that one request may try before its first byte.
     max_attempts: PositiveOption = 3
-    #: Timeout of a whole prefill leg.
     prefill_timeout_s: SecondsOption = 120.0
-    #: Timeout without any byte of an answer, and of a client that reads none of it.
     idle_timeout_s: SecondsOption = 600.0
-    #: Time between two checks of an engine's `/health`.
     health_interval_s: SecondsOption = 1.0
-    #: Of a request.
     max_body_bytes: PositiveOption = 32 << 20
 
     def __post_init__(self) -> None:

@@ -28,9 +28,9 @@ from dynamo_lite.protocol.options import PlannerOptions, subset
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.component_options import ComponentOptions
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Planner:
         #: Devices of one worker, by component.
         self._devices: dict[str, int] = {}
         #: None until it has started.
-        self._options: ComponentOptions | None = None
+        self._options: LiveOptions | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Registered last."""
@@ -106,7 +106,7 @@ class Planner:
         self._metrics = PlannerMetrics(host.registry)
         enter = self._stack.enter_async_context
         self._connector = self._given or self._open_connector()
-        options = ComponentOptions(host, self._config, self._apply)
+        options = host.live_options(self._config, self._apply)
         await enter(options.following())
         store, clock = host.store, host.clock
         observer = Observer(store, host.spec.namespace, host.drops, clock.wall, host.certificates)

@@ -108,7 +108,7 @@ def _self_signed(namespace: str) -> tuple[x509.Certificate, _Key]:
 def _issue(
     authority: x509.Certificate, authority_key: _Key, names: list[x509.GeneralName]
 ) -> tuple[x509.Certificate, _Key]:
-    """Without a common name, with which etcd's JSON gateway answers nothing but an error."""
+    """Without a common name, which etcd would take for the name of a user."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "dynamo-lite")])
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())

@@ -1,10 +1,9 @@
-"""Entry point of every child process: `python -m dynamo_lite.serve.child`.
+"""Entry point of every child process: `python -m dynamo_lite.serve.child PLAN DESCRIPTOR`.
 
-Reads its plan from a file, sets up logging, imports one component and runs it in the
+Reads its plan from the file, sets up logging, imports one component and runs it in the
 process host. Reports go to the supervisor as JSON lines on a pipe.
 """
 
-import argparse
 import atexit
 import contextlib
 import importlib
@@ -30,22 +29,13 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     logging: dict[str, Any]
 
 
-def command(spec: Path, report_fd: int) -> list[str]:
-    """The command line of a child. spec: file with its ChildPlan."""
-    module = ("-m", "dynamo_lite.serve.child")
-    return [sys.executable, *module, "--spec", str(spec), "--report-fd", str(report_fd)]
-
-
-def main() -> int:
-    """Runs the plan in the file until its end. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dynamo_lite.serve.child")
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--report-fd", type=int, required=True)
-    args = parser.parse_args()
+def main(path: str, descriptor: int) -> int:
+    """Runs the plan in the file until its end. Returns the exit code. descriptor: of the pipe for
+    reports."""
     # Engine processes must not inherit the pipe.
-    os.set_inheritable(args.report_fd, False)
-    plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
-    report = _reporter(args.report_fd)
+    os.set_inheritable(descriptor, False)
+    plan = msgspec.json.decode(Path(path).read_bytes(), type=ChildPlan)
+    report = _reporter(descriptor)
     logging.config.dictConfig(plan.logging)
     module, _, name = plan.component.partition(":")
     try:
@@ -85,7 +75,7 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(sys.argv[1], int(sys.argv[2])))
 elif __name__ == "__mp_main__":
     # A process that vLLM starts with `spawn`: multiprocessing imports its parent's main module
     # before anything of vLLM.

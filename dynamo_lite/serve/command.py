@@ -18,14 +18,14 @@ from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_s
 from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, certificate_folder
+from dynamo_lite.serve.config import GraphConfig
 from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
     EmbeddedServer,
     fresh_folder,
 )
-from dynamo_lite.serve.launches import Launches, ServeRequest
+from dynamo_lite.serve.launches import ServeRequest
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunState,
@@ -51,24 +51,19 @@ async def serve(request: ServeRequest) -> int:
     """
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    started = _services_here(request.config, request.only)
-    served = [service for service in started if service.service.flags != "none"]
-    for service in served:
-        startup_checks.check_tls(service)
-    if served:
+    here = request.config.here
+    if any(service.service.flags != "none" for service in here):
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
-        started = [stack.enter_context(startup_checks.shared_port(service)) for service in started]
+        started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
         if stop.is_set:
             raise Interrupted
         stack.callback(run_file(directory).unlink, missing_ok=True)
-        tiers = [Launches(request, service, directory, state) for service in started]
-        shared = request.config.shared
-        supervisor = Supervisor(tiers, servers, directory, state, stop, force, progress, shared)
+        supervisor = Supervisor(request, started, servers, directory, state, stop, force, progress)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         code = await supervisor.run()
     progress.line("serve", "ended")
@@ -83,55 +78,46 @@ def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | N
     Raises ConfigError where there is none, or a file cannot be used, StartupError when none can be
     made.
     """
-    shared, started = request.config.shared, _services_here(request.config, request.only)
-    names = [service.service.name for service in started if service.workers]
-    if shared.certificates is not None:
-        folder = certificate_folder(shared)
-    elif request.only is not None:
-        folder = running_certificates(read_run(request.state_dir), shared.namespace)
-    elif not is_loopback(shared.bind_host) and (nats_url is None or etcd_url is None):
-        folder = request.state_dir.absolute() / "certificates" / shared.namespace
-    else:
-        folder = None
-    if folder is not None and shared.certificates is None:
-        every = [service.service.name for service in started]
-        make_certificates(folder, shared.namespace, [*every, OPERATOR])
+    shared, here = request.config.shared, request.config.here
+    folder = shared.certificate_folder
+    if folder is None:
+        if request.config.only is not None:
+            folder = running_certificates(read_run(request.state_dir), shared.namespace)
+        elif not is_loopback(shared.bind_host) and (nats_url is None or etcd_url is None):
+            folder = request.state_dir.absolute() / "certificates" / shared.namespace
+        if folder is not None:
+            every = [service.service.name for service in here]
+            make_certificates(folder, shared.namespace, [*every, OPERATOR])
+    names = [service.service.name for service in here if service.workers]
     startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
-    startup_checks.check_exposed_urls(nats_url, etcd_url, certified=folder is not None)
+    startup_checks.check_urls(nats_url, etcd_url, certified=folder is not None)
     return folder
 
 
-def check_quickly(config: GraphConfig, state_dir: Path, only: str | None) -> None:
+def check_quickly(config: GraphConfig, state_dir: Path) -> None:
     """What takes no time, before vLLM is asked about its arguments, which takes many seconds.
 
-    config: without mistakes so far. only: the service that is started alone. Raises ConfigError,
-    StartupError.
+    config: without mistakes so far. Raises ConfigError, StartupError.
     """
     # The graph that runs here has the ports, too.
-    if only is None and (state_dir / "lock").exists():
+    if config.only is None and (state_dir / "lock").exists():
         with ExitStack() as stack:
             _lock_for_graph(state_dir, stack)
-    startup_checks.check_bind_host(config.shared)
-    for service in _services_here(config, only):
-        startup_checks.check_port(service)
+    startup_checks.check_addresses(config)
+    for service in config.here:
         startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 
 
-def _services_here(config: GraphConfig, only: str | None) -> list[ServiceConfig]:
-    """The services that this command starts processes for, in drain order."""
-    outer = [c for c in config.services if c.service.component]
-    return [c for c in outer if only in (None, c.service.name)]
-
-
 def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
     """Locks the state directory, or for a lone service a subdirectory of it."""
-    if request.only is None:
+    only = request.config.only
+    if only is None:
         _lock_for_graph(request.state_dir, stack)
         return request.state_dir
     for number in range(_MAX_LONE_SERVICES):
-        directory = request.state_dir / "lone" / f"{request.only}-{number}"
+        directory = request.state_dir / "lone" / f"{only}-{number}"
         if stack.enter_context(lock(directory)):
             return directory
     where = f"{request.state_dir}; use another --state-dir"
@@ -155,7 +141,7 @@ async def _connect(
     Raises ConfigError, StartupError.
     """
     nats_url, etcd_url = request.nats_url, request.etcd_url
-    if request.only is not None and (nats_url is None or etcd_url is None):
+    if request.config.only is not None and (nats_url is None or etcd_url is None):
         running = read_run(request.state_dir)
         if running is None:
             message = "--service-name needs --nats-url and --etcd-url"
@@ -163,7 +149,7 @@ async def _connect(
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
-    namespace, here = request.config.shared.namespace, _services_here(request.config, request.only)
+    namespace, here = request.config.shared.namespace, request.config.here
     own = next((one for one in here if one.workers), here[0]).service.name
     await startup_checks.check_servers(
         ServersToCheck(
@@ -176,14 +162,12 @@ async def _connect(
     if nats_url is None:
         folder_of_nats = fresh_folder(request.state_dir, "nats")
         embedded = EmbeddedNats(folder_of_nats, token=secrets.token_hex(16))
-        nats = await stack.enter_async_context(embedded)
-        nats_url = nats.url
-        servers.append(nats)
+        servers.append(await stack.enter_async_context(embedded))
+        nats_url = embedded.url
     if etcd_url is None:
         etcd = EmbeddedEtcd(fresh_folder(request.state_dir, "etcd"), private=True)
-        await stack.enter_async_context(etcd)
+        servers.append(await stack.enter_async_context(etcd))
         etcd_url = etcd.url
-        servers.append(etcd)
         etcdctl = request.state_dir / "etcdctl"
         etcd.write_etcdctl(etcdctl)
         stack.callback(etcdctl.unlink, missing_ok=True)
@@ -204,7 +188,7 @@ async def _connect(
 def run(request: ServeRequest) -> int:
     """Runs `serve`. Raises what it raises, with KeyboardInterrupt in place of Interrupted."""
     logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
-    startup_checks.make_demo_model(_services_here(request.config, request.only))
+    startup_checks.make_demo_model(request.config.here)
     try:
         return asyncio.run(serve(request))
     except Interrupted:

@@ -55,11 +55,11 @@ class GraphOptions:
             return None
         return TracingOptions(endpoint=self.otlp_endpoint, ratio=self.trace_ratio)
 
-
-def certificate_folder(options: GraphOptions) -> Path | None:
-    """Links are not resolved: Kubernetes replaces a mounted Secret by changing their target."""
-    given = options.certificates
-    return None if given is None else Path(given).expanduser().absolute()
+    @property
+    def certificate_folder(self) -> Path | None:
+        """Links are not resolved: Kubernetes replaces a mounted Secret by changing their target."""
+        given = self.certificates
+        return None if given is None else Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,14 @@ class ServiceArgs:
     workers: NaturalOption = 1
     status_port: PortOption = 0
     devices: NaturalOption = 0
-    env: dict[str, str | int | float] = field(default_factory=dict)
+    env: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
+class ServiceConfig(ServiceArgs):
     service: Service
-    workers: int
     #: Environment variables.
-    env: Mapping[str, str]
-    #: See `ServiceArgs`.
-    status_port: int = 0
-    #: Devices that each process occupies.
-    devices: int = 0
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     #: The service's own options in snake_case, with defaults.
     options: dict[str, Any]
     #: vLLM's arguments in kebab-case, only those given.
@@ -93,9 +88,17 @@ class GraphConfig:
     shared: GraphOptions
     #: In drain order.
     services: tuple[ServiceConfig, ...]
+    #: The one service to start; None: the whole graph.
+    only: str | None = None
 
     def get(self, name: str) -> ServiceConfig | None:
         return next((c for c in self.services if c.service.name == name), None)
+
+    @property
+    def here(self) -> list[ServiceConfig]:
+        """The services that this command starts processes for, in drain order."""
+        outer = (c for c in self.services if c.service.component)
+        return [c for c in outer if self.only in (None, c.service.name)]
 
 
 def resolve(
@@ -109,28 +112,35 @@ def resolve(
         namespace: overrides the document's.
         only: the service to start alone; it must have a process of its own.
     """
-    _check_sections(graph, document)
+    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
+    for section in map(str, document.tree):
+        if section not in accepted:
+            message = unknown_key(section, accepted).replace("key", "section", 1)
+            document.complain((section,), message)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
     shared = _shared_options(document, namespace)
-    common = _mapping(document, ("Common",), document.tree.get("Common"))
-    used: set[str] = set()
-    services = tuple(_resolve_service(s, document, common, used) for s in graph.services)
-    for key in common:
+    common, used = document.section("Common"), set[str]()
+    services: list[ServiceConfig] = []
+    for service in graph.services:
+        section = document.section(service.name)
+        taken = _from_common(document, service.name, section, common)
+        used |= taken.keys()
+        services.append(_resolve_service(service, document, section, taken))
+    for key in map(str, common):
         if key not in used:
-            document.complain(
-                ("Common", str(key)), "no service lists this key in its common-configs"
-            )
+            document.complain(("Common", key), "no service lists this key in its common-configs")
+    config = GraphConfig(shared=shared, services=tuple(services), only=only)
     _check_agreement(document, services, _MUST_AGREE)
     if only is None:
         # One that starts alone may be meant for others than those of the file.
         pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
         if all(c.options.get("remote_prefill", True) for c in pair):
             _check_agreement(document, pair, _MUST_FIT)
-    _check_devices(document, shared, [s for s in services if only in (None, s.service.name)])
-    return GraphConfig(shared=shared, services=services)
+    _check_devices(document, config)
+    return config
 
 
 def describe(config: GraphConfig) -> dict[str, Any]:
@@ -155,21 +165,12 @@ def accepted_keys(service: Service) -> list[str]:
     return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
 
 
-def _check_sections(graph: Graph, document: Document) -> None:
-    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
-    for section in document.tree:
-        if section not in accepted:
-            message = unknown_key(str(section), accepted).replace("key", "section", 1)
-            document.complain((str(section),), message)
-
-
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
-    given = _mapping(document, ("Graph",), document.tree.get("Graph"))
+    given = document.section("Graph")
     if namespace is not None:
         given = {**given, "namespace": namespace}
         document.origins["Graph", "namespace"] = "--namespace"
-    filled = fill(document, ("Graph",), GraphOptions, given)
-    options = GraphOptions(**filled)
+    options = GraphOptions(**fill(document, ("Graph",), GraphOptions, given))
     if not names.is_namespace(options.namespace):
         message = "a namespace has at most 63 lower-case letters, digits and dashes"
         document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
@@ -180,42 +181,32 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
 
 
 def _resolve_service(
-    service: Service, document: Document, common: dict[str, Any], used: set[str]
+    service: Service, document: Document, section: dict[str, Any], common: dict[str, Any]
 ) -> ServiceConfig:
-    section = _mapping(document, (service.name,), document.tree.get(service.name))
-    content = {
-        **_from_common(service, document, section, common, used),
-        **{key: value for key, value in section.items() if key not in _SERVICE_KEYS},
-    }
-    own = set(field_keys(service.config))
+    """common: the keys of `Common` that it takes."""
+    path, own = (service.name,), field_keys(service.config)
+    content = common | {key: value for key, value in section.items() if key not in _SERVICE_KEYS}
     options, flags = content, {}
     if service.flags != "none":
         options = {key: value for key, value in content.items() if key in own}
-        flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
-    path = (service.name,)
+        flags = _flags(path, document, {k: v for k, v in content.items() if k not in own})
     accepted = accepted_keys(service)
-    filled = fill(document, path, service.config, options, service.defaults, accepted)
-    args = _service_args(service, document, section)
-    return ServiceConfig(
-        service=service,
-        workers=0 if service.inside else args.workers,
-        env={name: str(value) for name, value in args.env.items()},
-        devices=args.devices,
-        status_port=args.status_port,
-        options=filled,
-        flags=flags,
-    )
+    options = fill(document, path, service.config, options, service.defaults, accepted)
+    given = document.section(service.name, "ServiceArgs")
+    args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
+    if service.inside:
+        if given:
+            why = f"{service.name} runs inside {service.inside}: set ServiceArgs there"
+            document.complain((*path, "ServiceArgs"), why)
+        args["workers"] = 0
+    args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
+    return ServiceConfig(service=service, options=options, flags=flags, **args)
 
 
 def _from_common(
-    service: Service,
-    document: Document,
-    section: dict[str, Any],
-    common: dict[str, Any],
-    used: set[str],
+    document: Document, name: str, section: dict[str, Any], common: dict[str, Any]
 ) -> dict[str, Any]:
-    listed = section.get("common-configs", [])
-    where = (service.name, "common-configs")
+    listed, where = section.get("common-configs", []), (name, "common-configs")
     if not isinstance(listed, list):
         document.complain(where, f"expected a list of keys of Common, got {listed!r}")
         return {}
@@ -223,54 +214,41 @@ def _from_common(
     for key in listed:
         if isinstance(key, str) and key in common:
             taken[key] = common[key]
-            used.add(key)
-            document.origins.setdefault((service.name, key), document.where(("Common", key)))
+            document.origins.setdefault((name, key), document.where(("Common", key)))
         else:
             document.complain(where, f"{key}: {unknown_key(str(key), common)}")
     return taken
 
 
-def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
+def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str, Any]:
     """Checks what can be checked of vLLM's arguments without importing vLLM.
 
     Returns those that only vLLM's parsers can check.
     """
     flags: dict[str, Any] = {}
-    for key, value in given.items():
-        where = (service.name, str(key))
+    for name, value in given.items():
+        key, where = str(name), (*path, str(name))
         if gone := removed_option(*where):
             document.complain(where, gone)
-        elif key in service.reserved:
-            document.complain(where, service.reserved[key])
-        elif str(key) != kebab(str(key)):
-            document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")
+        elif key != kebab(key):
+            document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
-            flags[str(key)] = value
+            flags[key] = value
     if not isinstance(flags.get("model"), str):
-        document.complain((service.name, "model"), "expected the path or the name of a model")
+        document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
 
 
-def _service_args(service: Service, document: Document, section: dict[str, Any]) -> ServiceArgs:
-    path = (service.name, "ServiceArgs")
-    given = _mapping(document, path, section.get("ServiceArgs"))
-    if service.inside and given:
-        document.complain(
-            path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
-        )
-    return ServiceArgs(**fill(document, path, ServiceArgs, given))
-
-
-def _check_devices(document: Document, shared: GraphOptions, services: list[ServiceConfig]) -> None:
-    names = () if isinstance(shared.devices, int) else tuple(map(str, shared.devices))
-    have = shared.devices if isinstance(shared.devices, int) else len(names)
+def _check_devices(document: Document, config: GraphConfig) -> None:
+    devices, services = config.shared.devices, config.here
+    names = () if isinstance(devices, int) else tuple(map(str, devices))
+    have = devices if isinstance(devices, int) else len(names)
     if len(set(names)) < len(names):
         document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
     for c in services:
-        path = (c.service.name, "ServiceArgs", "devices")
         if names and c.devices and DEVICES in c.env:
             message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-            document.complain(path, message)
+            document.complain((c.service.name, "ServiceArgs", "devices"), message)
     need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
     if sum(need.values()) > have:
         each = ", ".join(f"{name} {count}" for name, count in need.items())
@@ -299,10 +277,3 @@ def _kebab_keys(options: Any) -> Any:
     if isinstance(options, list | tuple):
         return [_kebab_keys(value) for value in options]
     return options
-
-
-def _mapping(document: Document, path: KeyPath, value: Any) -> dict[str, Any]:
-    if value is None or isinstance(value, dict):
-        return value or {}
-    document.complain(path, f"expected keys and values, got {value!r}")
-    return {}

@@ -42,6 +42,16 @@ class Document:
                 return self.origins[path[:length]]
         return self.source
 
+    def section(self, *path: str) -> dict[str, Any]:
+        """Keys and values at `path`; none where nothing was written."""
+        value: Any = self.tree
+        for step in path:
+            value = value.get(step) if isinstance(value, dict) else None
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self.complain(path, f"expected keys and values, got {value!r}")
+        return {}
+
     def complain(self, path: KeyPath, message: str) -> None:
         """Adds a mistake with the origin and name of `path`."""
         where, name = self.where(path), ".".join(path)
@@ -63,23 +73,17 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
     """
     document = Document(source=str(file) if file else "(no file)")
     if file is not None:
-        _read_file(document, file)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
+        tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
+        if not isinstance(tree, dict | None):
+            raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
+        document.tree = tree or {}
     for text in overrides:
         _apply_override(document, text)
     return document
-
-
-def _read_file(document: Document, file: Path) -> None:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
-    tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
-    if tree is None:
-        return
-    if not isinstance(tree, dict):
-        raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
-    document.tree = tree
 
 
 def parse_yaml(
@@ -115,13 +119,11 @@ def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
     seen: set[str] = set()
     for key_node, value_node in node.value:
         key = str(key_node.value)
-        here = (*path, key)
+        here, where = (*path, key), f"{document.source}:{key_node.start_mark.line + 1}"
         if key in seen:
-            line = key_node.start_mark.line + 1
-            name = ".".join(here)
-            document.mistakes.append(f"{document.source}:{line}: {name}: duplicate key")
+            document.mistakes.append(f"{where}: {'.'.join(here)}: duplicate key")
         seen.add(key)
-        document.origins[here] = f"{document.source}:{key_node.start_mark.line + 1}"
+        document.origins[here] = where
         _note_origins(document, value_node, here)
 
 
@@ -157,12 +159,11 @@ def _apply_override(document: Document, text: str) -> None:
             f" it into the configuration file, or set the variable {variable}"
         )
         return
-    node: dict[str, Any] = document.tree
+    node = document.tree
     for step in path[:-1]:
-        child = node.get(step)
-        if not isinstance(child, dict):
-            child = node[step] = {}
-        node = child
+        if not isinstance(node.get(step), dict):
+            node[step] = {}
+        node = node[step]
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
 
@@ -209,9 +210,8 @@ def fill(
     `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
     is empty. accepted: the keys to name if one is unknown; by itself those of `kind`.
     """
-    before = len(document.mistakes)
     value = _section(document, path, kind, given, defaults or {}, accepted)
-    return dataclasses.asdict(value) if len(document.mistakes) == before else {}
+    return {} if value is None else dataclasses.asdict(value)
 
 
 def _section(

@@ -21,17 +21,14 @@ _VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 
 
-def settle_edge(config: GraphConfig, document: Document, *, only: str | None = None) -> GraphConfig:
+def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:
     """Returns the configuration with the path of the program where `edge: rust` is asked for.
 
-    What keeps it from serving is added to the document's mistakes. only: the service that is
-    started alone; without a Frontend there is nothing to settle.
+    What keeps it from serving is added to the document's mistakes.
     """
-    services = tuple(
-        _settle(one, document) if one.workers and only in (None, one.service.name) else one
-        for one in config.services
-    )
-    return replace(config, services=services)
+    here = [one for one in config.here if one.workers]
+    settled = (_settle(one, document) if one in here else one for one in config.services)
+    return replace(config, services=tuple(settled))
 
 
 def _settle(service: ServiceConfig, document: Document) -> ServiceConfig:

@@ -37,7 +37,7 @@ _PROBE_INTERVAL_S = 0.01
 _TRIES = 6
 #: Free ports that a first start tries.
 _PORTS = 5
-_BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
+_BACKOFF = Backoff(first_s=0.125, longest_s=5.0, calm_s=30.0)
 
 #: Of an error in the logs of etcd and nats-server.
 _CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
@@ -79,26 +79,27 @@ class EmbeddedServer(ABC):
 
         on_change: called after each change of `state`.
         """
-        ends = 0
+        failures = 0
         while True:
             began = time.monotonic()
-            code = await self.exited()
+            what = f"ended ({exit_text(await self.exited())}); restarting"
             self.state.pid = 0
             on_change()
-            end = _BACKOFF.after_exit(ends, time.monotonic() - began)
-            # Every process needs the server: only repeated failures are delayed.
-            ends, delay_s, failures = end.failures, 0.0 if end.failures == 1 else end.delay_s, 0
-            what = f"ended ({exit_text(code)}); restarting"
+            uptime_s, tries = time.monotonic() - began, 0
             while not self.state.pid:
-                progress.line(self.name, f"{what} in {delay_s:g} s" if delay_s else f"{what} now")
+                again = _BACKOFF.after_exit(failures, uptime_s)
+                failures, uptime_s = again.failures, 0.0
+                # Every process needs the server: only repeated failures are delayed.
+                delay_s = again.delay_s if failures > 1 else 0.0
+                progress.line(self.name, f"{what} in {delay_s:g} s")
                 await asyncio.sleep(delay_s)
                 try:
                     await self.restart()
                 except StartupError as exc:
-                    restart = _BACKOFF.after_exit(failures, 0.0)
-                    failures, delay_s, what = restart.failures, restart.delay_s, f"{exc}; next try"
-                    if failures >= _TRIES and not self.graph_ends:
+                    tries += 1
+                    if tries >= _TRIES and not self.graph_ends:
                         raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
+                    what = f"{exc}; next try"
             self.state.restarts += 1
             on_change()
             progress.line(self.name, "restarted")
@@ -131,45 +132,35 @@ class EmbeddedServer(ABC):
             why = f"port {self.port} is in use; stop the process that has it"
             raise StartupError(f"{self.name}: {why}")
         try:
-            self._process = await self._spawn()
+            with self._log_path.open("ab") as log:
+                self._log_begin = log.tell()
+                self._process = await start_group(
+                    self._command(),
+                    signal.SIGKILL,  # ends a frozen one, too
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.directory,
+                )
         except OSError as exc:
             raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
-        ready = False
-        try:
-            ready = await self._until_ready(self._process)
-        finally:
-            if not ready:
-                await self.__aexit__()
-        if not ready:
-            raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
-        self.state.pid = self.pid
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        """Raises OSError, also when a file of its directory cannot be written."""
-        with self._log_path.open("ab") as log:
-            self._log_begin = log.tell()
-            return await start_group(
-                self._command(),
-                signal.SIGKILL,  # ends a frozen one, too
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.directory,
-            )
-
-    async def _until_ready(self, process: asyncio.subprocess.Process) -> bool:
-        """Returns False when it has ended. Raises StartupError when it is not ready in time."""
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                while process.returncode is None:
+                while self._process.returncode is None:
                     if await self._is_ready():
-                        return True
+                        break
                     # The programs have no readiness hook, so this polls.
                     await asyncio.sleep(_PROBE_INTERVAL_S)
-        except TimeoutError as exc:
-            message = f"{self.name} was not ready within {_READY_TIMEOUT_S:g} s"
-            raise StartupError(f"{message}; {self._log_tail()}") from exc
-        return False
+            why = "" if self._process.returncode is None else "ended while it started"
+        except TimeoutError:
+            why = f"was not ready within {_READY_TIMEOUT_S:g} s"
+        except BaseException:
+            await self.__aexit__()
+            raise
+        if why:
+            await self.__aexit__()
+            raise StartupError(f"{self.name} {why}; {self._log_tail()}")
+        self.state.pid = self.pid
 
     @property
     def _log_path(self) -> Path:

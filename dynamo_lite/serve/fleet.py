@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
-from dynamo_lite.serve.launches import Launches
 
 #: A limit on mistakes: a scale order with too many digits must not fill the process table.
 MAX_INSTANCES = 1000
@@ -17,25 +17,26 @@ MAX_INSTANCES = 1000
 
 #: Makes the supervisor of one process from its service, number and devices. Raises OSError when its
 #: files cannot be written.
-Keep = Callable[[Launches, int, tuple[str, ...]], InstanceSupervisor]
+Keep = Callable[[ServiceConfig, int, tuple[str, ...]], InstanceSupervisor]
 
 
 class Fleet:
-    """tiers: one service each, in drain order. devices: of this host, or their number.
+    """services: in drain order. devices: of this host, or their number.
 
     Raises StartupError when the devices do not suffice for the processes of the start, or their
     files cannot be written.
     """
 
-    def __init__(self, tiers: Sequence[Launches], devices: Sequence[str | int] | int, keep: Keep):
+    def __init__(
+        self, services: Sequence[ServiceConfig], devices: Sequence[str | int] | int, keep: Keep
+    ):
         names = range(devices) if isinstance(devices, int) else devices
         self._devices = tuple(str(name) for name in names)
         self._keep = keep
-        self._tiers: dict[str, list[InstanceSupervisor]] = {}
-        self._launches = {tier.service.service.name: tier for tier in tiers}
-        for name, launches in self._launches.items():
-            self._tiers[name] = []
-            for number in range(launches.service.workers):
+        self._services = {service.service.name: service for service in services}
+        self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}
+        for name, service in self._services.items():
+            for number in range(service.workers):
                 try:
                     self._enter(name, number)
                 except Refused as exc:
@@ -56,12 +57,18 @@ class Fleet:
 
     def add(self, component: str) -> InstanceSupervisor:
         """Enters one more process. Raises Refused, which says what is accepted."""
-        self._check_scalable(component)
-        return self._enter(component, self._free_number(component))
+        self.number(component)
+        present = {one.launch.instance for one in self._tiers[component] if not one.done.is_set()}
+        if len(present) >= MAX_INSTANCES:
+            raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
+        free = next(number for number in range(MAX_INSTANCES) if number not in present)
+        return self._enter(component, free)
 
     def number(self, component: str) -> int:
         """Its processes, without draining ones. Raises as `add`."""
-        self._check_scalable(component)
+        if component not in (accepted := self._scalable()):
+            can = ", ".join(accepted) or "none"
+            raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
         counts = self._counts(component)
         return counts.starting + counts.ready
 
@@ -86,15 +93,15 @@ class Fleet:
 
     def _enter(self, name: str, number: int) -> InstanceSupervisor:
         """Raises Refused when too few devices are free, or its files cannot be written."""
-        launches = self._launches[name]
-        need = launches.service.devices
+        service = self._services[name]
+        need = service.devices
         if need > len(free := self._free()):
             raise _refused(
                 f"{name}: needs {need} devices, {len(free)} are free; set Graph.devices,"
                 " or retire a process first"
             )
         try:
-            instance = self._keep(launches, number, free[:need])
+            instance = self._keep(service, number, free[:need])
         except OSError as exc:
             raise _refused(f"{name}: its files cannot be written: {exc}") from exc
         # The last process with this number has ended, and its log was overwritten.
@@ -102,27 +109,13 @@ class Fleet:
         self._tiers[name].append(instance)
         return instance
 
-    def _free_number(self, component: str) -> int:
-        """Raises Refused when no process can be added."""
-        tier = self._tiers[component]
-        present = {one.launch.instance for one in tier if not one.done.is_set()}
-        if len(present) >= MAX_INSTANCES:
-            raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
-        return next(n for n in range(MAX_INSTANCES) if n not in present)
-
     def _free(self) -> tuple[str, ...]:
         """The devices that no process occupies which has not ended."""
         occupied = {name for one in self if not one.done.is_set() for name in one.launch.devices}
         return tuple(name for name in self._devices if name not in occupied)
 
     def _scalable(self) -> list[str]:
-        return [name for name, one in self._launches.items() if one.service.service.scalable]
-
-    def _check_scalable(self, component: str) -> None:
-        accepted = self._scalable()
-        if component not in accepted:
-            can = ", ".join(accepted) or "none"
-            raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
+        return [name for name, one in self._services.items() if one.service.scalable]
 
     def _counts(self, name: str) -> RoleCounts:
         tier = self._tiers[name]
@@ -131,7 +124,7 @@ class Fleet:
             starting=phases.count("starting"),
             ready=phases.count("ready"),
             draining=phases.count("draining"),
-            devices_each=self._launches[name].service.devices,
+            devices_each=self._services[name].devices,
             devices_free=len(self._free()),
             leases=tuple(one.lease_id for one in tier if one.lease_id and one.phase != "ended"),
         )

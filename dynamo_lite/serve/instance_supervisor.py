@@ -1,20 +1,42 @@
-"""Keeps one instance of a service running: restarts it after a crash, not after it has left."""
+"""Keeps one process of a graph running: restarts it after a crash, not after it has left."""
 
 import asyncio
 import contextlib
+import logging
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dynamo_lite.protocol.errors import StartupError
+import msgspec
+
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.backoff import Backoff
-from dynamo_lite.serve.child_process import ChildProcess, Launch
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from dynamo_lite.serve.embedded import etcd_environment, program
+from dynamo_lite.serve.launches import Launch
+from dynamo_lite.serve.processes import (
+    end_group,
+    output_of,
+    signal_group,
+    start_group,
+    terminate,
+)
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
+logger = logging.getLogger(__name__)
+
+BACKOFF = Backoff(longest_s=5.0)
+
+_END_TIMEOUT_S = 3.0
+_LAST_REPORTS_S = 0.5
+_REPORT_LIMIT_BYTES = 1 << 20
+_STDERR = 2
 _LOG_TAIL_LINES = 12
+#: A lease that is not revoked by then expires.
+_REVOKE_TIMEOUT_S = 3
 #: What follows the message of a pydantic error.
 _INPUT = re.compile(r" \[type=\w+, input_value=.*?, input_type=\w+\]( For further \S+ visit \S+)?")
 #: The last line of a traceback, in the log of an engine's process.
@@ -22,11 +44,10 @@ _RAISED = re.compile(r"^(?:\([^)]*\) )*([\w.]*(?:Error|Exception): .*)$", re.MUL
 
 
 class InstanceSupervisor:
-    """Spawns one instance, watches it, and spawns it again after a crash.
+    """Spawns one process, watches it, and spawns it again after a crash.
 
     Args:
-        backoff: delay before each restart.
-        leases: revokes the lease of a process that died.
+        etcd_url: where the lease of a process that died is revoked.
         on_change: called after each change of `state`.
         needed: whether the graph ends, or goes on without it, when it cannot be started for the
             first time.
@@ -35,12 +56,12 @@ class InstanceSupervisor:
     def __init__(
         self,
         launch: Launch,
-        backoff: Backoff,
-        leases: LeaseRevoker,
+        etcd_url: str,
         progress: Progress,
         on_change: Callable[[], None],
         *,
         needed: bool = True,
+        backoff: Backoff = BACKOFF,
     ):
         self.launch = launch
         #: Its entry in run.json.
@@ -55,16 +76,14 @@ class InstanceSupervisor:
         self.drained = asyncio.Event()
         #: Set when it has ended and will not be restarted.
         self.done = asyncio.Event()
-        self._backoff = backoff
-        self._leases = leases
-        self._progress = progress
-        self._on_change = on_change
-        self._needed = needed
+        self._etcd_url = etcd_url
+        self._progress, self._on_change = progress, on_change
+        self._needed, self._backoff = needed, backoff
         self._stopping = asyncio.Event()
         self._forced = False
         # It drains by itself and will not be restarted: its lease was revoked, or it got a signal.
         self._leaves = False
-        self._child: ChildProcess | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._error = ""
 
     @property
@@ -84,90 +103,160 @@ class InstanceSupervisor:
         return int(self.state.lease or "0", 16)
 
     async def keep(self) -> None:
-        """Runs until the instance exits with 0 or `stop` was called and it has ended.
+        """Runs until the process exits with 0 or `stop` was called and it has ended.
 
         If it cannot be spawned or ends before it was ready for the first time: raises StartupError
         if it is needed; else its state becomes "failed". Later it is spawned again in any case.
         """
-        failures = 0
-        failed = False
         try:
-            while not self._stopping.is_set():
-                began = time.monotonic()
-                self._error = ""
-                try:
-                    code = await self._run_child()
-                except StartupError as exc:
-                    if not self.ready.is_set():
-                        raise
-                    # A file, memory or a process id may be missing for a while only.
-                    self._error, code = str(exc), None
-                if self._stopping.is_set():
-                    return
-                if not self.ready.is_set():
-                    raise StartupError(self._start_failure(code or 0))
-                if code is not None and (code == 0 or self._leaves):
-                    self._change("stopped")
-                    self._progress.line(self.launch.name, f"left the graph ({exit_text(code)})")
-                    return
-                self._leaves = False
-                restart = self._backoff.after_exit(failures, time.monotonic() - began)
-                failures = restart.failures
-                await self._pause(code, restart.delay_s)
+            await self._keep()
         except StartupError as exc:
             if self._needed:
                 raise
-            failed = True
             self.state.error = str(exc)
-            self._progress.line(
-                self.launch.name, f"cannot be started; the graph continues without it: {exc}"
-            )
+            self._line(f"cannot be started; the graph continues without it: {exc}")
         finally:
             self.drained.set()
             self.done.set()
-            self._change("failed" if failed else "stopped")
+            self._change("failed" if self.state.error else "stopped")
+
+    async def _keep(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._error = ""
+            try:
+                code = await self._run()
+            except StartupError as exc:
+                if not self.ready.is_set():
+                    raise
+                # A file, memory or a process id may be missing for a while only.
+                self._error, code = str(exc), None
+            if self._stopping.is_set():
+                return
+            if not self.ready.is_set():
+                raise StartupError(self._start_failure(code or 0))
+            if code is not None and (code == 0 or self._leaves):
+                self._change("stopped")
+                self._line(f"left the graph ({exit_text(code)})")
+                return
+            self._leaves = False
+            restart = self._backoff.after_exit(failures, time.monotonic() - began)
+            failures = restart.failures
+            await self._pause(code, restart.delay_s)
 
     def stop(self) -> None:
-        """Drains it (SIGTERM) without a restart. Idempotent."""
+        """Drains it (SIGTERM to it alone: it ends its own processes), without a restart.
+        Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._child is not None:
+        if self._process is not None:
             self._change("draining")
-            self._child.terminate()
+            terminate(self._process)
 
     def kill(self) -> None:
-        """Sends SIGKILL to its process group; no restart."""
+        """Sends SIGKILL to its process group; no restart. Does not wait until the group is
+        empty."""
         self._forced = True
         self._stopping.set()
-        if self._child is not None:
-            self._child.kill()
+        if self._process is not None:
+            signal_group(self._process.pid, signal.SIGKILL)
 
-    async def _run_child(self) -> int:
-        async with ChildProcess(self.launch) as child:
-            self._child = child
-            self.state.pid = child.pid
+    async def _run(self) -> int:
+        """One process, from its spawn until its group is empty. Returns its exit code.
+
+        Raises StartupError when it cannot be spawned.
+        """
+        reports = asyncio.StreamReader(limit=_REPORT_LIMIT_BYTES)
+        process = await self._spawn(reports)
+        try:
+            self._process, self.state.pid = process, process.pid
             self._change("starting")
+            # `stop` or `kill` during the spawn had no process to signal.
+            if self._forced:
+                self.kill()
+            elif self._stopping.is_set():
+                terminate(process)
+            code = await self._until_end(process, reports)
+            lease = self.state.lease
+            if code != 0 and self.state.state == "ready":
+                self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+                self._change("backoff")
+            if code != 0 and lease:
+                # A killed process has not revoked its lease itself. Others hear of its death
+                # now: until the memory of its killed engine is free, seconds may pass.
+                signal_group(process.pid, signal.SIGKILL)
+                await revoke_lease(self._etcd_url, int(lease, 16))
+            return code
+        finally:
+            self._process = None
+            self.state.pid, self.state.status_url = 0, ""
+            await end_group(process, _END_TIMEOUT_S)
+
+    async def _spawn(self, reports: asyncio.StreamReader) -> asyncio.subprocess.Process:
+        path, protocol = self.launch.log_path, asyncio.StreamReaderProtocol(reports)
+        try:
+            with contextlib.ExitStack() as files:
+                read_end, write_end = os.pipe()
+                files.callback(os.close, write_end)
+                pipe = os.fdopen(read_end, "rb", buffering=0)
+                await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+                log = _STDERR if path is None else files.enter_context(path.open("ab"))
+                return await start_group(
+                    (*self.launch.command, str(write_end)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self.launch.env,
+                    pass_fds=(write_end,),
+                )
+        except OSError as exc:
+            why = f"{self.launch.name}: cannot start its process: {exc}"
+            raise StartupError(why) from exc
+
+    async def _until_end(
+        self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader
+    ) -> int:
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._read(reports))
+            code = await process.wait()
+            # A grandchild may hold the pipe open: wait for the last lines, not for its end.
+            await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
+            reader.cancel()
+        return code
+
+    async def _read(self, reports: asyncio.StreamReader) -> None:
+        while True:
             try:
-                # `stop` or `kill` during the spawn had no child to signal.
-                if self._forced:
-                    child.kill()
-                elif self._stopping.is_set():
-                    child.terminate()
-                code = await child.run(self._on_report)
-                lease = self.state.lease
-                if code != 0 and self.state.state == "ready":
-                    self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
-                    self._change("backoff")
-                if code != 0 and lease:
-                    # A killed process has not revoked its lease itself. Others hear of its death
-                    # now: until the memory of its killed engine is free, seconds may pass.
-                    child.kill()
-                    await self._leases.revoke(int(lease, 16))
-                return code
-            finally:
-                self._child = None
-                self.state.pid, self.state.status_url = 0, ""
+                line = await reports.readline()
+                if not line:
+                    return
+                report = msgspec.json.decode(line, type=dict[str, Any])
+            except ValueError as exc:  # also a line over the limit, which the reader has dropped
+                logger.warning("%s: malformed report on its pipe: %s", self.launch.name, exc)
+                continue
+            self._take(report)
+
+    def _take(self, report: dict[str, Any]) -> None:
+        match report.get("state"):
+            case "starting":
+                self._line(str(report.get("detail", "")))
+            case "ready":
+                self.state.lease = str(report.get("lease", ""))
+                self.state.status_url = str(report.get("status_url", ""))
+                self.facts = report
+                self._change("ready")
+                self._line("ready")
+                self.ready.set()
+            case "draining":
+                self._leaves = report.get("for_good") is True
+                self._change("draining")
+                self._line(f"draining: {report.get('reason', '')}")
+            case "drained" if self._stopping.is_set():
+                self.drained.set()
+            case "failed":
+                self._error = str(report.get("error", ""))
 
     async def _pause(self, code: int | None, delay_s: float) -> None:
         what = "not started" if code is None else f"ended ({exit_text(code)})"
@@ -175,35 +264,18 @@ class InstanceSupervisor:
         self.state.lease, self.state.state = "", "backoff"
         self._on_change()
         why = f": {self._error}" if self._error else ""
-        self._progress.line(self.launch.name, f"{what}{why}; restarting in {delay_s:g} s")
+        self._line(f"{what}{why}; restarting in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()
-
-    def _on_report(self, report: dict[str, Any]) -> None:
-        match report.get("state"):
-            case "starting":
-                self._progress.line(self.launch.name, str(report.get("detail", "")))
-            case "ready":
-                self.state.lease = str(report.get("lease", ""))
-                self.state.status_url = str(report.get("status_url", ""))
-                self.facts = report
-                self._change("ready")
-                self._progress.line(self.launch.name, "ready")
-                self.ready.set()
-            case "draining":
-                self._leaves = report.get("for_good") is True
-                self._change("draining")
-                self._progress.line(self.launch.name, f"draining: {report.get('reason', '')}")
-            case "drained" if self._stopping.is_set():
-                self.drained.set()
-            case "failed":
-                self._error = str(report.get("error", ""))
 
     def _change(self, state: str) -> None:
         if self.state.state != state:
             self.state.state = state
             self._on_change()
+
+    def _line(self, text: str) -> None:
+        self._progress.line(self.launch.name, text)
 
     def _start_failure(self, code: int) -> str:
         """Prints the end of its log. Returns a line with the cause."""
@@ -214,10 +286,30 @@ class InstanceSupervisor:
                 log = path.read_text(encoding="utf-8", errors="replace")
             lines = log.splitlines()[-_LOG_TAIL_LINES:]
             tail = "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)])
-        self._progress.line(self.launch.name, f"not started; {tail}")
+        self._line(f"not started; {tail}")
         cause = _INPUT.sub("", " ".join(self._error.split()))
         # vLLM says so where another of its processes has failed.
         if "root cause above" in cause and (raised := _RAISED.search(log)):
             cause = raised[1]
         cause = cause or f"ended before it was ready ({exit_text(code)})"
         return f"{self.launch.name}: {cause.rstrip('.')}"
+
+
+async def revoke_lease(etcd_url: str, lease_id: int) -> bool:
+    """Revokes the lease of a process that has died. Returns whether the lease is gone. If not, it
+    expires; the log says why.
+
+    etcdctl does it: this process forks, so it must not have the threads of a gRPC client.
+    """
+    try:
+        limits = (f"--{step}-timeout={_REVOKE_TIMEOUT_S}s" for step in ("dial", "command"))
+        command = (program("etcdctl"), *limits, "lease", "revoke", f"{lease_id:x}")
+        # Without the variables of the user, which may name another etcd.
+        environment = etcd_environment(etcd_url)
+        await output_of("etcdctl", command, environment, b"", _REVOKE_TIMEOUT_S + 1)
+    except (ConfigError, StartupError) as exc:
+        if "requested lease not found" in str(exc):
+            return True
+        logger.warning("lease %x was not revoked, it will expire: %s", lease_id, exc)
+        return False
+    return True

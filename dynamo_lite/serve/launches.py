@@ -1,5 +1,7 @@
 """Prepares the processes of one service: their plans, environments and log files."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +11,7 @@ from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import DEVICES, child_environment
-from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.vllm.args import engine_flags
 
@@ -20,12 +21,10 @@ class ServeRequest:
     graph_name: str
     config: GraphConfig
     state_dir: Path
-    #: None: start an embedded server, or with `only` use the server of the running graph.
+    #: None: start an embedded server, or for a lone service use the server of the running graph.
     nats_url: str | None = None
     #: See `nats_url`.
     etcd_url: str | None = None
-    #: The one service to start; None: the whole graph.
-    only: str | None = None
     #: A level name of the logging module.
     log_level: str = "INFO"
     log_format: LogFormat = "text"
@@ -33,79 +32,94 @@ class ServeRequest:
     log_to_stderr: bool = False
 
 
-class Launches:
-    """Makes launches of one service, also while the graph runs.
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is needed to start one process of a service, any number of times."""
 
-    directory: where plans and logs go; they may contain credentials. place: has the URLs of the
-    servers and the folder of the certificates.
+    service: str
+    instance: int
+    #: Its last argument is missing: the descriptor of the pipe for reports.
+    command: tuple[str, ...]
+    #: File with its output; None: the supervisor's stderr.
+    log_path: Path | None
+    #: Its whole environment.
+    env: Mapping[str, str]
+    #: The devices of the host that it occupies.
+    devices: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}-{self.instance}"
+
+
+def prepare(
+    request: ServeRequest,
+    service: ServiceConfig,
+    place: RunState,
+    directory: Path,
+    instance: int,
+    devices: tuple[str, ...],
+) -> Launch:
+    """Writes the plan and empties the log of one process.
+
+    place: has the URLs of the servers and the folder of the certificates. directory: where plans
+    and logs go; they may contain credentials. devices: that it occupies.
     """
+    name, shared = f"{service.service.name}-{instance}", request.config.shared
+    plans, logs = directory / "plans", directory / "logs"
+    for folder in (plans, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    own = dict(service.env)
+    # A number of devices is only counted.
+    if devices and not isinstance(shared.devices, int):
+        own[DEVICES] = ",".join(devices)
+    environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
+    log_settings = logging_config(
+        request.log_format,
+        service.service.name,
+        instance,
+        level=request.log_level,
+        vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
+    )
+    if "VLLM_CONFIGURE_LOGGING" not in environment:
+        settings_path = plans.resolve() / f"{name}.logging.json"
+        write_private(settings_path, msgspec.json.encode(log_settings))
+        environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings_path))
+    spec = _spec(shared, service, place, directory, instance)
+    plan = ChildPlan(component=service.service.component, spec=spec, logging=log_settings)
+    path, log = plans / f"{name}.json", logs / f"{name}.log"
+    write_private(path, msgspec.json.encode(plan))
+    if not request.log_to_stderr:
+        log.write_bytes(b"")
+    return Launch(
+        service=service.service.name,
+        instance=instance,
+        command=(sys.executable, "-m", "dynamo_lite.serve.child", str(path)),
+        log_path=None if request.log_to_stderr else log,
+        env=environment,
+        devices=devices,
+    )
 
-    def __init__(
-        self, request: ServeRequest, service: ServiceConfig, directory: Path, place: RunState
-    ):
-        self.service = service
-        self._request = request
-        self._directory, self._place = directory, place
 
-    def make(self, instance: int, devices: tuple[str, ...]) -> Launch:
-        """Writes the plan and empties the log of one process. devices: that it occupies."""
-        name = f"{self.service.service.name}-{instance}"
-        plans, logs = self._directory / "plans", self._directory / "logs"
-        for folder in (plans, logs):
-            folder.mkdir(parents=True, exist_ok=True)
-        shared = self._request.config.shared
-        own = dict(self.service.env)
-        # A number of devices is only counted.
-        if devices and not isinstance(shared.devices, int):
-            own[DEVICES] = ",".join(devices)
-        environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
-        log_settings = logging_config(
-            self._request.log_format,
-            self.service.service.name,
-            instance,
-            level=self._request.log_level,
-            vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
-        )
-        if "VLLM_CONFIGURE_LOGGING" not in environment:
-            settings_path = plans.resolve() / f"{name}.logging.json"
-            write_private(settings_path, msgspec.json.encode(log_settings))
-            environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings_path))
-        launch = Launch(
-            service=self.service.service.name,
-            instance=instance,
-            plan_path=plans / f"{name}.json",
-            log_path=None if self._request.log_to_stderr else logs / f"{name}.log",
-            env=environment,
-            devices=devices,
-        )
-        plan = ChildPlan(
-            component=self.service.service.component,
-            spec=self._spec(instance),
-            logging=log_settings,
-        )
-        write_private(launch.plan_path, msgspec.json.encode(plan))
-        if launch.log_path is not None:
-            launch.log_path.write_bytes(b"")
-        return launch
-
-    def _spec(self, instance: int) -> ProcessSpec:
-        service, config, place = self.service.service, self._request.config, self._place
-        shared, first_port = config.shared, self.service.status_port
-        return ProcessSpec(
-            namespace=shared.namespace,
-            component=service.name,
-            instance=instance,
-            instances=self.service.workers,
-            nats_url=place.nats_url(service.name),
-            etcd_url=place.etcd_url(service.name),
-            certificates=place.certificates or None,
-            state_dir=str(self._directory.resolve()),
-            bind_host=shared.bind_host,
-            status_port=first_port + instance if first_port else 0,
-            lease_ttl_s=shared.lease_ttl_s,
-            grace_s=shared.grace_s,
-            config=self.service.options,
-            engine_args=engine_flags(self.service.flags),
-            watch_component=service.calls,
-            tracing=shared.tracing,
-        )
+def _spec(
+    shared: GraphOptions, service: ServiceConfig, place: RunState, directory: Path, instance: int
+) -> ProcessSpec:
+    name, first_port = service.service.name, service.status_port
+    return ProcessSpec(
+        namespace=shared.namespace,
+        component=name,
+        instance=instance,
+        instances=service.workers,
+        nats_url=place.nats_url(name),
+        etcd_url=place.etcd_url(name),
+        certificates=place.certificates or None,
+        state_dir=str(directory.resolve()),
+        bind_host=shared.bind_host,
+        status_port=first_port + instance if first_port else 0,
+        lease_ttl_s=shared.lease_ttl_s,
+        grace_s=shared.grace_s,
+        config=service.options,
+        engine_args=engine_flags(service.flags),
+        watch_component=service.service.calls,
+        tracing=shared.tracing,
+    )

@@ -103,9 +103,12 @@ async def output_of(
     Raises StartupError, which begins with `what`, if it fails or takes too long.
     """
     pipe = asyncio.subprocess.PIPE
-    process = await start_group(
-        command, signal.SIGKILL, stdin=pipe, stdout=pipe, stderr=pipe, env=env
-    )
+    try:
+        process = await start_group(
+            command, signal.SIGKILL, stdin=pipe, stdout=pipe, stderr=pipe, env=env
+        )
+    except OSError as exc:
+        raise StartupError(f"{what}: cannot start its process: {exc}") from exc
     try:
         async with asyncio.timeout(timeout_s):
             answer, errors = await process.communicate(question)

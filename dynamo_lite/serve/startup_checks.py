@@ -31,13 +31,12 @@ from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
-from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import answer_of, can_listen, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
-from dynamo_lite.vllm.http_options import tls_options
 
 _ACCESS_TIMEOUT_S = 60.0
 
@@ -46,26 +45,21 @@ _DEMO_MODEL_TIMEOUT_S = 300.0
 _RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
-def check_port(service: ServiceConfig) -> None:
-    """Raises StartupError when the service cannot listen on its HTTP port."""
-    if (address := http_address(service)) is None or service.workers == 0:
-        return
-    name, (host, port) = service.service.name, address
-    if not _can_listen(f"{name}.host", host, port):
-        raise StartupError(f"port {port} on {host} is in use; choose another: --{name}.port=PORT")
-
-
-def check_bind_host(shared: GraphOptions) -> None:
-    """Raises StartupError when no process of the graph can listen."""
-    _can_listen("Graph.bind-host", shared.bind_host, 0)
-
-
-def _can_listen(key: str, host: str, port: int) -> bool:
-    """key: the option of the host. Raises StartupError when this host has no such address."""
-    try:
-        return can_listen(host, port)
-    except OSError as exc:
-        raise StartupError(f"{key}: cannot listen on {host}: {exc.strerror}") from exc
+def check_addresses(config: GraphConfig) -> None:
+    """Raises StartupError when a process that starts here cannot listen."""
+    wanted = [("Graph.bind-host", config.shared.bind_host, 0)]
+    for service in config.here:
+        if service.workers and (address := http_address(service)) is not None:
+            wanted.append((f"{service.service.name}.host", *address))
+    for option, host, port in wanted:
+        try:
+            free = can_listen(host, port)
+        except OSError as exc:
+            why = f"{option}: cannot listen on {host}: {exc.strerror}"
+            raise StartupError(why) from exc
+        if not free:
+            other = f"--{option.removesuffix('host')}port=PORT"
+            raise StartupError(f"port {port} on {host} is in use; choose another: {other}")
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:
@@ -130,12 +124,6 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_tls(service: ServiceConfig) -> None:
-    """Raises StartupError when the HTTP server's certificate cannot be loaded."""
-    if (tls := tls_options(service.flags)) is not None:
-        tls.context()
-
-
 def check_service_account(service: ServiceConfig) -> None:
     """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
     options = KubernetesOptions(**service.options.get("kubernetes", {}))
@@ -149,24 +137,24 @@ def check_service_account(service: ServiceConfig) -> None:
         ) from exc
 
 
-def check_planner_budget(config: GraphConfig, document: Document, *, only: str | None) -> None:
+def check_planner_budget(config: GraphConfig, document: Document) -> None:
     """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
 
-    only: the service that is started alone. A planner of Kubernetes knows the devices of its
-    workers by its own section, and the graph does not start them.
+    A planner of Kubernetes knows the devices of its workers by its own section, and the graph does
+    not start them.
     """
-    planner = config.get(PLANNER.name)
+    planner = next((c for c in config.here if c.service.name == PLANNER.name and c.workers), None)
     # Without options after a mistake in its section.
-    if planner is None or not planner.options or only not in (None, PLANNER.name):
+    if planner is None or not planner.options:
         return
     options = msgspec.convert(planner.options, PlannerConfig)
-    if not planner.workers or options.kubernetes.scales:
+    if options.kubernetes.scales:
         return
     where = (PLANNER.name, "budget-devices")
     workers = [one for name in Role if (one := config.get(name)) is not None]
     for mistake in contradictions(options, {c.service.name: c.devices for c in workers}):
         document.complain(where, mistake)
-    started = [c for c in workers if c.workers] if only is None else []
+    started = [c for c in workers if c.workers and c in config.here]
     need = sum(c.workers * occupied(c.devices) for c in started)
     if need > options.budget_devices:
         each = ", ".join(f"{c.service.name} {c.workers} * {occupied(c.devices)}" for c in started)
@@ -178,16 +166,14 @@ def check_planner_budget(config: GraphConfig, document: Document, *, only: str |
         )
 
 
-def check_stored_responses(config: GraphConfig, document: Document, *, only: str | None) -> None:
-    """Adds several Frontends that store responses to the document's mistakes. only: the service
-    that is started alone."""
-    for service in config.services:
-        name, frontend = service.service.name, service.service.config is FrontendConfig
-        if not frontend or service.workers < 2 or only not in (None, name):
+def check_stored_responses(config: GraphConfig, document: Document) -> None:
+    """Adds several Frontends that store responses to the document's mistakes."""
+    for service in config.here:
+        if service.service.config is not FrontendConfig or service.workers < 2:
             continue
         if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
             why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
-            document.complain((name, "ServiceArgs", "workers"), why)
+            document.complain((service.service.name, "ServiceArgs", "workers"), why)
 
 
 def check_certificates(
@@ -228,30 +214,23 @@ def queue_options(services: Iterable[ServiceConfig]) -> QueueOptions | None:
     return next((QueueOptions(**options) for options in found), None)
 
 
-def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
-    """Raises ConfigError for malformed URLs and for certificate files that they name."""
-    mistakes: list[str] = []
-    for url, parse in ((nats_url, parse_nats_url), (etcd_url, parse_etcd_url)):
-        if url is None:
-            continue
-        try:
-            parse(url)
-        except ConfigError as exc:
-            mistakes += exc.mistakes
-    if mistakes:
-        raise ConfigError(mistakes)
-
-
-def check_exposed_urls(nats_url: str | None, etcd_url: str | None, *, certified: bool) -> None:
-    """Raises ConfigError for a server of another host that is reached without TLS, and for a NATS
-    that would have to let in everybody. The URLs are well formed. certified: whether clients show a
-    certificate of the graph."""
+def check_urls(nats_url: str | None, etcd_url: str | None, *, certified: bool = True) -> None:
+    """Raises ConfigError for malformed URLs and certificate files that they name, for a server of
+    another host that is reached without TLS, and for a NATS that would have to let in everybody.
+    certified: whether clients show a certificate of the graph."""
     mistakes: list[str] = []
     for option, url, parse, scheme in (
         ("--nats-url", nats_url, parse_nats_url, "tls"),
         ("--etcd-url", etcd_url, parse_etcd_url, "https"),
     ):
-        if url is None or (address := parse(url)).on_loopback:
+        if url is None:
+            continue
+        try:
+            address = parse(url)
+        except ConfigError as exc:
+            mistakes += exc.mistakes
+            continue
+        if address.on_loopback:
             continue
         if address.tls is None:
             mistakes.append(

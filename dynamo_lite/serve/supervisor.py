@@ -7,15 +7,13 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
-from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
-from dynamo_lite.serve.config import GraphOptions
+from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
-from dynamo_lite.serve.launches import Launches
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from dynamo_lite.serve.launches import ServeRequest, prepare
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunState, run_file, write_run
 
@@ -24,35 +22,34 @@ _REMINDER_S = 5.0
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
-_BACKOFF = Backoff(longest_s=5.0)
 
 
 class Supervisor:
     """Runs all instances of a graph, and its embedded servers.
 
     Args:
-        tiers: services in drain order: a tier is drained after the one before it.
-        stop, force: begin a drain, and kill all processes.
-        options: of the graph. Each process enforces the limit of its drain itself; one that takes
-            much longer is killed.
+        services: those to start, in drain order: the next one is drained after the one before it.
+        stop, force: begin a drain, and kill all processes. Each process enforces the limit of its
+            drain itself; one that takes much longer is killed.
 
     Raises StartupError when the devices do not suffice.
     """
 
     def __init__(
         self,
-        tiers: Sequence[Launches],
+        request: ServeRequest,
+        services: Sequence[ServiceConfig],
         servers: Sequence[EmbeddedServer],
         directory: Path,
         run: RunState,
         stop: StopRequest,
         force: asyncio.Event,
         progress: Progress,
-        options: GraphOptions,
     ):
-        self._leases = LeaseRevoker(run.etcd_url(tiers[0].service.service.name))
+        options, self._request = request.config.shared, request
+        self._etcd_url = run.etcd_url(services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
-        self._fleet = Fleet(tiers, options.devices, self._keeper)
+        self._fleet = Fleet(services, options.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
@@ -123,12 +120,11 @@ class Supervisor:
         return self._tasks
 
     def _keeper(
-        self, launches: Launches, number: int, devices: tuple[str, ...]
+        self, service: ServiceConfig, number: int, devices: tuple[str, ...]
     ) -> InstanceSupervisor:
         return InstanceSupervisor(
-            launches.make(number, devices),
-            _BACKOFF,
-            self._leases,
+            prepare(self._request, service, self._run, self._directory, number, devices),
+            self._etcd_url,
             self._progress,
             self._on_change,
             needed=self._run.state != "ready",
@@ -160,9 +156,10 @@ class Supervisor:
             url = instance.facts.get("url")
             if not url:
                 continue
-            model = instance.facts.get("model", "MODEL")
             say(f"ready {url}", sys.stdout)
-            say(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), sys.stdout)
+            if not url.startswith("https:") and not instance.facts.get("asks_key"):
+                model = instance.facts.get("model", "MODEL")
+                say(_EXAMPLE.format(url=url, model=model), sys.stdout)
             return
         say(f"ready {' '.join(self._fleet.names())}", sys.stdout)
 
@@ -216,18 +213,7 @@ class Supervisor:
 
 
 _EXAMPLE = """
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\{more}
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], \
 "max_tokens": 32}}'
 """
-
-
-def _example(url: str, model: str, *, needs_key: bool) -> str:
-    """A curl command; key and certificate are variables of the user's shell."""
-    more: list[str] = []
-    if url.startswith("https:"):
-        more.append('--cacert "$CERTIFICATE"')
-    if needs_key:
-        more.append('-H "Authorization: Bearer $API_KEY"')
-    lines = "".join(f"\n    {option} \\" for option in more)
-    return _EXAMPLE.format(url=url, model=model, more=lines)

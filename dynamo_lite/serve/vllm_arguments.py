@@ -22,8 +22,6 @@ from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules
 from dynamo_lite.vllm.compat import require_tested, vllm_version
 
 _VLLM_TIMEOUT_S = 180.0
-#: The newest are kept.
-_VERDICTS = 256
 
 
 def check_vllm_arguments(
@@ -34,13 +32,10 @@ def check_vllm_arguments(
 
     Raises StartupError when vLLM is not installed or was not tried, or its parsers fail.
     """
-    sections = {
-        c.service.name: {"kind": c.service.flags, "args": c.flags}
-        for c in config.services
-        if c.service.flags != "none"
-    }
-    if not sections:
+    services = {c.service.name: c for c in config.services if c.service.flags != "none"}
+    if not services:
         return
+    sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
     version = vllm_version()
     require_tested(version, allow_untested=allow_untested)
     files = {name: cache / f"{_key_of(version, s)}.json" for name, s in sections.items()}
@@ -50,10 +45,9 @@ def check_vllm_arguments(
         for name in unknown:
             verdicts[name] = [mistake for mistake in mistakes if mistake["section"] == name]
             _keep(files[name], verdicts[name])
-    services = {c.service.name: c.service for c in config.services}
     for name, found in verdicts.items():
         for mistake in found or ():
-            document.complain((name, mistake["key"]), _verdict(services[name], mistake))
+            document.complain((name, mistake["key"]), _verdict(services[name].service, mistake))
 
 
 def _key_of(version: str, section: dict[str, Any]) -> str:
@@ -65,8 +59,7 @@ def _verdict(service: Service, mistake: Mistake) -> str:
     """The message for a mistake. An unknown key may be a misspelt key of the service's own."""
     if mistake["message"] != UNKNOWN_KEY:
         return mistake["message"]
-    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
-    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
+    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
     return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
 
 
@@ -82,9 +75,6 @@ def _keep(file: Path, verdict: list[Mistake] | None) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_private(file, msgspec.json.encode(verdict))
-        kept = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
-        for old in kept[:-_VERDICTS]:
-            old.unlink(missing_ok=True)
 
 
 def _ask_vllm(question: str) -> list[Mistake]:

@@ -91,6 +91,7 @@ _FRONTEND = {
 }
 
 _ENGINE = {
+    "kv-events-config": "set by dynamo-lite itself, see VllmWorker.kv-events; remove it",
     **dict.fromkeys(
         (
             *("disable-log-stats", "enable-log-requests", "stream-interval"),

@@ -82,8 +82,9 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
             parsers[kind] = _parser(kind)
         groups = groups_of(parsers[kind])
         for key, value in content["args"].items():
-            message, nearest = _judge(parsers[kind], key, value)
-            message = message or refused.get(key, "") or refusal(kind, key, groups[key])
+            found, nearest = _judge(parsers[kind], key, value)
+            message = refused.get(key, "") or refusal(kind, key, groups.get(key, "")) or found
+            nearest = [name for name in nearest if not refusal(kind, name, groups[name])]
             if message:
                 mistakes.append(
                     {"section": section, "key": key, "message": message, "nearest": nearest}

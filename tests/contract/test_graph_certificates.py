@@ -16,7 +16,7 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import LeaseLoss
 from dynamo_lite.serve.access import ServersToCheck, problems
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from dynamo_lite.serve.instance_supervisor import revoke_lease
 from tests.builders import endpoint_record, eventually, register
 from tests.certificate_folders import graph_folder
 from tests.external import (
@@ -60,8 +60,7 @@ async def use_etcd(url: str) -> None:
     async with EtcdStore(url, connect_timeout_s=2.0) as store, store.lease(60.0) as lease:
         await store.put("n/k", b"v", lease=lease)
         assert await store.get("n/k") == b"v"
-        # Over etcd's JSON gateway, which refuses certificates with a common name.
-        assert await LeaseRevoker(url).revoke(lease.id)
+        assert await revoke_lease(url, lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 
 

@@ -37,8 +37,7 @@ class Served:
     @property
     def longest_stop_s(self) -> float:
         """From the first SIGTERM until the supervisor has ended, at most."""
-        only = self.options["service_name"]
-        tiers = [c for c in self.config.services if c.workers and only in (None, c.service.name)]
+        tiers = [c for c in self.config.here if c.workers]
         return len(tiers) * (self.config.shared.grace_s + _DRAIN_MARGIN_S) + _CLOSE_MARGIN_S
 
 

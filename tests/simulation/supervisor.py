@@ -107,7 +107,7 @@ class Slot:
                 await self._wake.wait()
 
     async def _revoke(self, lease_id: int) -> None:
-        """As `LeaseRevoker` of the product, after a random time, and not always."""
+        """As `revoke_lease` of the product, after a random time, and not always."""
         rng = self._world.supervisors_rng
         if rng.random() < _NOT_REVOKED:
             return

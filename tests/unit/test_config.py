@@ -141,8 +141,6 @@ VllmWorker:
   max_model_len: 5
   queue: {max-jobz: 5}
   ServiceArgs: {workers: two}
-  kv-transfer-config: {}
-  enable-lora: true
   dtype: half
   dtype: float
 PrefillWorker:
@@ -150,7 +148,7 @@ PrefillWorker:
 """
     found = load.mistakes(text, "--foo", "--Graph.namespace=Foo")
     expected = [
-        "FILE:15: VllmWorker.dtype: duplicate key",
+        "FILE:13: VllmWorker.dtype: duplicate key",
         "--foo: unknown option",
         "FILE:2: Frontent: unknown section; did you mean Frontend? accepted: Graph, Common, ",
         "--Graph.namespace: a namespace has at most 63 lower-case letters",
@@ -160,8 +158,6 @@ PrefillWorker:
         "FILE:9: VllmWorker.max_model_len: keys are written in kebab-case: max-model-len",
         "FILE:10: VllmWorker.queue.max-jobz: unknown key; did you mean max-jobs? accepted: max-jo",
         "FILE:11: VllmWorker.ServiceArgs.workers: expected `int`",
-        "FILE:12: VllmWorker.kv-transfer-config: set by dynamo-lite itself",
-        "FILE:13: VllmWorker.enable-lora: LoRA adapters are not served here",
         "FILE:1: Common.spare: no service lists this key",
         "must have the same value",
     ]

@@ -131,10 +131,10 @@ def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
         ROOT / "configs" / "agg.yaml",
         ["--Frontend.edge=rust", f"--Frontend.edge-binary={tmp_path}/absent"],
     )
-    config = resolve(load_graph("graphs.agg:Frontend"), document)
-    settle_edge(config, document, only="VllmWorker")
+    graph = load_graph("graphs.agg:Frontend")
+    settle_edge(resolve(graph, document, only="VllmWorker"), document)
     assert document.mistakes == []
-    settle_edge(config, document, only="Frontend")
+    settle_edge(resolve(graph, document, only="Frontend"), document)
     assert len(document.mistakes) == 1
 
 

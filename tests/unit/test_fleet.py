@@ -36,7 +36,7 @@ class Instance:
 
 def service(name: str, workers: int, devices: int) -> Any:
     inner = SimpleNamespace(name=name, scalable=name != "Frontend")
-    return SimpleNamespace(service=SimpleNamespace(service=inner, workers=workers, devices=devices))
+    return SimpleNamespace(service=inner, workers=workers, devices=devices)
 
 
 class World:
@@ -45,10 +45,10 @@ class World:
         tiers = [service("Frontend", 1, 0), service(D, 1, decode_devices), service(P, 2, 1)]
         self.fleet = Fleet(tiers, [f"gpu{n}" for n in range(devices)], self._keep)
 
-    def _keep(self, launches: Any, number: int, devices: tuple[str, ...]) -> Any:
+    def _keep(self, service: Any, number: int, devices: tuple[str, ...]) -> Any:
         if self.unwritable:
             raise OSError(28, "No space left on device")
-        return Instance(launches.service.service.name, number, devices)
+        return Instance(service.service.name, number, devices)
 
     def of(self, name: str) -> list[Any]:
         return [one for one in self.fleet if one.launch.service == name]
@@ -56,7 +56,7 @@ class World:
 
 def test_a_graph_whose_files_cannot_be_written_is_not_started():
     class Full(World):
-        def _keep(self, launches: Any, number: int, devices: tuple[str, ...]) -> Any:
+        def _keep(self, service: Any, number: int, devices: tuple[str, ...]) -> Any:
             raise OSError(28, "No space left on device", "plans/Frontend-0.json")
 
     with pytest.raises(StartupError, match=r"Frontend: its files cannot be written: .*plans/Front"):
@@ -116,7 +116,7 @@ def test_devices_are_handed_out_in_order_and_one_that_needs_none_has_none():
 
 
 def test_a_number_of_devices_is_counted():
-    def keep(_launches: Any, number: int, devices: tuple[str, ...]) -> Any:
+    def keep(_service: Any, number: int, devices: tuple[str, ...]) -> Any:
         return Instance(P, number, devices)
 
     with pytest.raises(StartupError, match="PrefillWorker: needs 1 devices, 0 are free"):

@@ -19,7 +19,6 @@ import trustme
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
-from dynamo_lite.serve.supervisor import _example
 from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions, tls_options
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -283,14 +282,3 @@ async def test_paths_whose_requests_are_not_logged(caplog: pytest.LogCaptureFixt
         said = [record.getMessage() for record in caplog.records if record.name == logger.name]
         assert ["/other" in line for line in said] == [True]
     assert not logger.filters
-
-
-def test_the_hint_knows_of_the_certificate_and_the_key():
-    plain = _example("http://h:1", "m", needs_key=False)
-    assert "--cacert" not in plain and "Authorization" not in plain and "\n\n" not in plain
-    both = _example("https://h:1", "m", needs_key=True)
-    assert "curl https://h:1/v1/chat/completions" in both
-    assert '--cacert "$CERTIFICATE"' in both and '"Authorization: Bearer $API_KEY"' in both
-    # One shell command: every line but the last goes on.
-    lines = both.strip().splitlines()
-    assert all(line.endswith("\\") for line in lines[:-1])

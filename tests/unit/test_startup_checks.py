@@ -12,9 +12,9 @@ from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.startup_checks import (
     check_certificates,
-    check_exposed_urls,
     check_planner_budget,
     check_stored_responses,
+    check_urls,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
 
@@ -39,10 +39,10 @@ def test_servers_of_other_hosts_are_reached_over_tls_only(
     nats: str | None, etcd: str | None, named: list[str]
 ):
     if not named:
-        check_exposed_urls(nats, etcd, certified=False)
+        check_urls(nats, etcd, certified=False)
         return
     with pytest.raises(ConfigError) as refused:
-        check_exposed_urls(nats, etcd, certified=True)
+        check_urls(nats, etcd, certified=True)
     assert [mistake.partition(":")[0] for mistake in refused.value.mistakes] == named
     for mistake in refused.value.mistakes:
         scheme = "tls" if "--nats-url" in mistake else "https"
@@ -51,12 +51,12 @@ def test_servers_of_other_hosts_are_reached_over_tls_only(
 
 
 def test_a_nats_of_another_host_lets_no_client_in_without_credentials(tmp_path: Path):
-    check_exposed_urls("tls://10.0.0.1", None, certified=True)
-    check_exposed_urls("nats://127.0.0.1", None, certified=False)
+    check_urls("tls://10.0.0.1", None, certified=True)
+    check_urls("nats://127.0.0.1", None, certified=False)
     with pytest.raises(ConfigError, match=r"--nats-url: tls://10.0.0.1 has no credentials, so"):
-        check_exposed_urls("tls://10.0.0.1", None, certified=False)
+        check_urls("tls://10.0.0.1", None, certified=False)
     folder = graph_folder(tmp_path)
-    check_exposed_urls(with_files("tls://10.0.0.1", folder, "Router"), None, certified=False)
+    check_urls(with_files("tls://10.0.0.1", folder, "Router"), None, certified=False)
 
 
 @pytest.mark.parametrize("bind_host", ["0.0.0.0", "node-1", "::", "10.0.0.9"])
@@ -90,7 +90,7 @@ def over_budget(*overrides: str, only: str | None = None) -> list[str]:
     document = read_document(FILE, ["--Graph.devices=32", *overrides])
     config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
     assert document.mistakes == []
-    check_planner_budget(config, document, only=only)
+    check_planner_budget(config, document)
     return document.mistakes
 
 
@@ -123,10 +123,10 @@ def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
     several = f"--Frontend.ServiceArgs.workers={processes}"
     store = f"--Frontend.ServiceArgs.env.VLLM_ENABLE_RESPONSES_API_STORE={stores}"
     document = read_document(FILE, [several, store])
-    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
-    check_stored_responses(config, document, only="VllmWorker")
+    graph = load_graph("graphs.disagg_planner:Frontend")
+    check_stored_responses(resolve(graph, document, only="VllmWorker"), document)
     assert document.mistakes == []
-    check_stored_responses(config, document, only=None)
+    check_stored_responses(resolve(graph, document), document)
     named = [mistake.partition(":")[0] for mistake in document.mistakes]
     assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
 
@@ -139,7 +139,7 @@ def test_an_unusable_kubernetes_account_is_refused_before_the_start(tmp_path: Pa
         document = read_document(FILE, [*options, *overrides])
         config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
         assert document.mistakes == []
-        check_quickly(config, tmp_path, only)
+        check_quickly(config, tmp_path)
 
     scales = "--Planner.kubernetes.decode=deployments/d"
     check()

@@ -8,10 +8,12 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from operator import attrgetter
+from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.live_options import Values, decode_live_options
+from dynamo_lite.protocol.live_options import LIVE_OPTIONS, Values, decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class LiveOptions:
-    """on_change: takes new values, in the event loop."""
+    """config: the component's options of the configuration file, for `facts`. on_change: takes new
+    values, in the event loop."""
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class LiveOptions:
         namespace: str,
         component: str,
         *,
+        config: object = None,
         on_change: Callable[[Values], None],
         on_drop: OnDrop = uncounted,
     ):
@@ -36,11 +40,18 @@ class LiveOptions:
         self._key = names.live_options_key(namespace, component)
         self._on_change, self._on_drop = on_change, on_drop
         self._log_limit = LogLimit()
+        keys = () if config is None else LIVE_OPTIONS[component]
+        self._file = {key: attrgetter(key.replace("-", "_"))(config) for key in keys}
         #: Those of the last valid record.
         self.values: Values = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._key!r}, {self.values})"
+
+    def facts(self) -> dict[str, Any]:
+        """For /health, by their keys. file: the values of the configuration file. set: those that
+        this process uses instead."""
+        return {"file": self._file, "set": self.values}
 
     @contextlib.asynccontextmanager
     async def following(self, on_failure: OnFailure = log_failure) -> AsyncIterator[None]:

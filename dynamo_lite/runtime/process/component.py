@@ -14,11 +14,13 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite import __version__
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
+from dynamo_lite.protocol.live_options import Values
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, StockEngine
 from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.held_keys import HeldKeys
 from dynamo_lite.runtime.process.readiness import Probes
@@ -186,6 +188,18 @@ class Host:
         endpoints, self._endpoints = self._endpoints, []
         if endpoints:
             await self.keys.release(*endpoints)
+
+    def live_options(self, config: object, on_change: Callable[[Values], None]) -> LiveOptions:
+        """Of this component. config: its options of the configuration file. on_change: takes new
+        values."""
+        return LiveOptions(
+            self.store,
+            self.spec.namespace,
+            self.spec.component,
+            config=config,
+            on_change=on_change,
+            on_drop=self.drops,
+        )
 
     def progress(self, text: str) -> None:
         """Has the supervisor print a line: what the start is doing, or what is wrong."""

@@ -22,8 +22,8 @@ from dynamo_lite.request_plane.admission import limits
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
@@ -52,7 +52,7 @@ class VllmWorker:
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._options: ComponentOptions | None = None
+        self._options: LiveOptions | None = None
         self._publisher: KvPublisher | None = None
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
@@ -76,8 +76,7 @@ class VllmWorker:
                 certificates=host.own_certificates,
             )
         )
-        self._options = options = ComponentOptions(
-            host,
+        self._options = options = host.live_options(
             self._config,
             lambda values: server.limit(limits(self._config, values)),
         )

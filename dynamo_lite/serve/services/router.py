@@ -23,9 +23,9 @@ from dynamo_lite.protocol.routing import (
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import RouterConfig
 from dynamo_lite.serve.services.kv_picker import open_kv_picker
 
@@ -40,7 +40,7 @@ class Router:
         self._stack = AsyncExitStack()
         self._workers: Roster | None = None
         self._picker: KvPicker | None = None
-        self._options: ComponentOptions | None = None
+        self._options: LiveOptions | None = None
         self._placed: dict[int, set[str]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
@@ -57,7 +57,7 @@ class Router:
         def apply(values: Values) -> None:
             picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = ComponentOptions(host, config, apply)
+        self._options = options = host.live_options(config, apply)
         await enter(options.following())
         frontends = await enter(
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)

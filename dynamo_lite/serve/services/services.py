@@ -25,13 +25,6 @@ from dynamo_lite.serve.services.config import (
 FlagKind = Literal["none", "engine", "frontend"]
 
 
-_NO_LORA = {
-    key: "LoRA adapters are not served here; remove it"
-    for key in ("enable-lora", "lora-modules", "default-mm-loras")
-}
-_RESERVED = {**_NO_LORA, "kv-transfer-config": "set by dynamo-lite itself; remove it"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Service:
     """One kind of process, or a part that runs inside another service's process."""
@@ -45,8 +38,6 @@ class Service:
     inside: str = ""
     #: See FlagKind.
     flags: FlagKind = "none"
-    #: Flags that are refused, and why.
-    reserved: Mapping[str, str] = field(default_factory=dict[str, str])
     #: The service whose `generate` endpoint it uses.
     calls: str = ""
     #: Whether processes of it may be added and retired while the graph runs.
@@ -87,7 +78,6 @@ FRONTEND = Service(
     config=FrontendConfig,
     component="dynamo_lite.serve.services.frontend.frontend:Frontend",
     flags="frontend",
-    reserved=_NO_LORA,
     calls="VllmWorker",
 )
 
@@ -106,10 +96,6 @@ VLLM_WORKER = Service(
     component="dynamo_lite.serve.services.decode_worker:VllmWorker",
     flags="engine",
     scalable=True,
-    reserved={
-        **_RESERVED,
-        "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it",
-    },
 )
 
 PREFILL_WORKER = Service(
@@ -118,7 +104,6 @@ PREFILL_WORKER = Service(
     component="dynamo_lite.serve.services.prefill_worker:PrefillWorker",
     flags="engine",
     scalable=True,
-    reserved=_RESERVED,
 )
 
 PLANNER = Service(

@@ -48,15 +48,15 @@ def arguments(kind: SectionKind) -> dict[str, str]:
 
 
 def accepted(kind: SectionKind) -> set[str]:
-    """The fields that they set, without arguments that a service's section refuses by itself,
-    or takes as its own option."""
+    """The fields that they set, without arguments that a service's section takes as its own
+    option."""
     fields = {
         option.removeprefix("--"): action.dest.replace("_", "-")
         for action in _parser(kind)._actions
         for option in action.option_strings
     }
     services = {"frontend": [FRONTEND], "engine": [VLLM_WORKER, PREFILL_WORKER]}[kind]
-    own = set.intersection(*({*s.reserved, *field_keys(s.config)} for s in services))
+    own = set.intersection(*({*field_keys(s.config)} for s in services))
     return {
         fields[key]
         for key, group in arguments(kind).items()
@@ -121,16 +121,16 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
     own = tables._FRONTEND if kind == "frontend" else tables._ENGINE
     assert sorted({*own} - set(known) - LATER) == []
     assert sorted({*tables._BOTH} - set(arguments("frontend")) - LATER) == []
-    assert all(
-        sorted({*service.reserved} - set(arguments("frontend"))) == []
-        for service in (FRONTEND, VLLM_WORKER, PREFILL_WORKER)
-    )
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "value", "says"),
     [
         ("frontend", "uds", "/tmp/x", "listens on TCP"),
+        ("frontend", "enable-lora", True, "LoRA adapters are not served"),
+        ("engine", "enable-lora", True, "LoRA adapters are not served"),
+        ("engine", "kv-transfer-config", {}, "set by dynamo-lite itself"),
+        ("engine", "kv-events-config", {}, "set by dynamo-lite itself"),
         ("frontend", "grpc", True, "gRPC is not served"),
         ("frontend", "api-server-count", 2, "Frontend.ServiceArgs.workers"),
         ("frontend", "headless", True, "Frontend.ServiceArgs.workers"),

@@ -18,9 +18,9 @@ from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.rotation import Rotation
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
@@ -89,7 +89,7 @@ class RequestDispatcher:
         self._workers: HealthMonitor | None = None
         self._failover: FailoverClient | None = None
         self._picker: Picker = RoundRobin()
-        self._options: ComponentOptions | None = None
+        self._options: LiveOptions | None = None
 
     async def watch_workers(self, host: Host) -> None:
         """To be called long before `open_intake`, so that the workers are known by then."""
@@ -126,7 +126,7 @@ class RequestDispatcher:
             if isinstance(self._picker, KvPicker):
                 self._picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = ComponentOptions(host, config, apply)
+        self._options = options = host.live_options(config, apply)
         await self._stack.enter_async_context(options.following())
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return Intake(
