@@ -16,11 +16,11 @@ from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.connector import Connector, LocalConnector
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
-from dynamo_lite.planner.policy.drain import NoVictim, victim
+from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.policy.limits import bounds
-from dynamo_lite.planner.policy.memory import Change, PlannerMemory, Proposal
-from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, Proposal, begun, plan
+from dynamo_lite.planner.policy.role import Change
 from dynamo_lite.planner.record import PlannerRecords
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
 from dynamo_lite.protocol.live_options import Values, applied
@@ -33,6 +33,9 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 
 logger = logging.getLogger(__name__)
+
+#: Of a role's plan, at /health.
+_SHOWN = ("state", "count", "wanted", "reason")
 
 
 def as_text(change: Change) -> str:
@@ -134,7 +137,8 @@ class Planner:
                 "leads": not self._records.why_not,
                 "hold": self._proposal.hold,
                 "roles": [
-                    {"component": role, **asdict(one)} for role, one in self._proposal.roles.items()
+                    {"component": role, **{name: getattr(one, name) for name in _SHOWN}}
+                    for role, one in self._proposal.roles.items()
                 ],
                 "held": [as_text(change) for change in self._proposal.held],
                 "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
@@ -289,10 +293,10 @@ class Planner:
         workers = (await drains.look(members.values(), self._host.certificates)).workers(component)
         own = {worker.record.lease_id for worker in workers if self._connector.owns(worker.record)}
         found = victim(workers, among=own)
-        if isinstance(found, NoVictim):
+        if found.record is None:
             logger.warning("no %s is removed: %s", component, found.reason)
-            return None
-        logger.info("%s %x is removed: %s", component, found.record.lease_id, found.reason)
+        else:
+            logger.info("%s %x is removed: %s", component, found.record.lease_id, found.reason)
         return found.record
 
     def _reached(self, seen: Seen) -> dict[str, int]:

@@ -9,8 +9,8 @@ from dynamo_lite.planner.policy.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.memory import Change, Proposal
-from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, Proposal, begun, plan
+from dynamo_lite.planner.policy.role import Change
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 

@@ -16,8 +16,7 @@ from dynamo_lite.planner.policy.inputs import (
     Seen,
 )
 from dynamo_lite.planner.policy.limits import bounds, contradictions, refusals
-from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts

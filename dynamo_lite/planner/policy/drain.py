@@ -32,16 +32,9 @@ class WorkerSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The worker to remove."""
+    """The worker to remove; None: none may be."""
 
-    record: EndpointRecord
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoVictim:
-    """No worker may be removed."""
-
+    record: EndpointRecord | None = None
     reason: str
 
 
@@ -50,7 +43,7 @@ def victim(
     *,
     among: Container[int] | None = None,
     force: bool = False,
-) -> Victim | NoVictim:
+) -> Victim:
     """A worker that cannot work, or else the least busy one; of equal ones the youngest.
 
     workers: all of a role. among: the leases that may be chosen; None: all. force: allow even the
@@ -61,10 +54,10 @@ def victim(
         key=lambda one: (*_rank(one), -one.record.started_at, one.lease_id),
     )
     if not ranked:
-        return NoVictim(reason="there is no worker")
+        return Victim(reason="there is no worker")
     chosen = ranked[0]
     if not force and not any(one.serves for one in workers if one is not chosen):
-        return NoVictim(reason="no other worker of this role could work")
+        return Victim(reason="no other worker of this role could work")
     how = "least busy"
     if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
         how = "youngest of the least busy"
@@ -108,14 +101,9 @@ Writers = Mapping[int, tuple[frozenset[int], float] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Safe:
-    """Its end costs no request and harms no memory that is in use."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unsafe:
+class Safety:
+    #: Whether its end costs no request and harms no memory that is in use.
+    safe: bool
     reason: str
 
 
@@ -128,7 +116,7 @@ def written_s(grace_s: float, lease_ttl_s: float) -> float:
     return max(grace_s, lease_ttl_s) + lease_ttl_s
 
 
-def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safe | Unsafe:
+def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safety:
     """Whether a leaving worker may be killed.
 
     An idle prefill worker may still have a write in flight, and its death does not stop a write
@@ -139,13 +127,15 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> 
     landed_s: see `written_s`.
     """
     if leaving.ended:
-        return Safe(reason="its process has ended")
+        return Safety(safe=True, reason="its process has ended")
     if not (why := _danger(leaving, writers)):
-        return Safe(reason="it has no work, and no write into or from its memory is awaited")
+        return Safety(
+            safe=True, reason="it has no work, and no write into or from its memory is awaited"
+        )
     gone_at = leaving.unlisted_at
     if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
-        return Safe(reason=f"its lease is gone for {landed_s:g} s: none of its writes can land")
-    return Unsafe(reason=why)
+        return Safety(safe=True, reason=f"its lease is gone for {landed_s:g} s: no write can land")
+    return Safety(safe=False, reason=why)
 
 
 def _danger(leaving: Leaving, writers: Writers) -> str:
