@@ -63,11 +63,11 @@ BUDGET = {
     "dynamo_lite/disagg": 6_999,
     "dynamo_lite/vllm": 6_284,
     "dynamo_lite/forward": 5_304,
-    "dynamo_lite/planner": 2_158,
-    "dynamo_lite/serve": 6_044,
-    "dynamo_lite/cli": 2_955,
-    "tests": 56_599,
-    "tests/simulation": 8_578,
+    "dynamo_lite/planner": 2_104,
+    "dynamo_lite/serve": 6_021,
+    "dynamo_lite/cli": 2_878,
+    "tests": 56_601,
+    "tests/simulation": 8_581,
 }
 SLACK = 50
 

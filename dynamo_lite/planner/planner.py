@@ -40,7 +40,7 @@ _SHOWN = ("state", "count", "wanted", "reason")
 
 def as_text(change: Change) -> str:
     """A change in words."""
-    what = "start withdrawn" if change.withdraws else f"{change.by:+}"
+    what = "start withdrawn" if change.kind == "withdraw" else f"{change.by:+}"
     return f"{change.role} {what}: {change.reason}"
 
 
@@ -267,7 +267,7 @@ class Planner:
         except (DynamoLiteError, TimeoutError) as exc:
             self._metrics.failures.labels("order").inc()
             logger.warning("%s was not begun: %s", as_text(change), exc)
-            if not (isinstance(exc, Refused) and change.by > 0):
+            if not (isinstance(exc, Refused) and change.kind == "add"):
                 return
         self._memory = begun(self._memory, change)
 
@@ -275,7 +275,7 @@ class Planner:
         if record.paused is not None and not record.manual:
             raise Unavailable("paused")
         before = record.roles.get(change.role)
-        if change.withdraws and before is not None:
+        if change.kind == "withdraw" and before is not None:
             role = msgspec.structs.replace(before, count=count, reason=change.reason[:1024])
         else:
             role = WantedWorkers(

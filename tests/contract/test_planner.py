@@ -259,7 +259,9 @@ async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: 
             await planner.check_options(bench.store, place, {"decode-min": 4})
 
 
-async def test_what_cannot_be_reached_is_shown_and_given_up_by_setting_the_present_number(bench: Bench):
+async def test_what_cannot_be_reached_is_shown_and_given_up_by_setting_the_present_number(
+    bench: Bench,
+):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     bench.supervisor.devices_each = 1
     bench.supervisor.devices_free = 0

@@ -105,7 +105,7 @@ class World:
             return
         pool = self.pools[change.role]
         self.memory = begun(self.memory, change)
-        if change.withdraws:
+        if change.kind == "withdraw":
             assert len(pool.starting) == -change.by
             pool.starting = []
             return

@@ -39,7 +39,7 @@ def test_the_least_busy_and_of_equal_ones_the_youngest():
     second = endpoint_record(2, started_at=0.0)
     assert found == Victim(record=second, reason="least busy of 3: 1 in flight")
     found = victim([candidate(1, started_at=5.0), candidate(2, started_at=9.0), candidate(3, 1)])
-    reason = "youngest of the least busy of 3: 0 in flight"
+    reason = "least busy of 3: 0 in flight"
     assert found == Victim(record=endpoint_record(2, started_at=9.0), reason=reason)
 
 

@@ -458,7 +458,7 @@ class Checked(World):
         assert len(actions) <= 1
         for action in actions:
             up = action.kind == "add"
-            if action.withdraws:
+            if action.kind == "withdraw":
                 assert action.by == -one.counts.starting < 0
                 continue
             if up:
@@ -507,7 +507,7 @@ class Checked(World):
         self.memory = memory
         for action in proposal.actions:
             self._do(action)
-            if action.withdraws:
+            if action.kind == "withdraw":
                 # The next tick sees it.
                 self.retry_at[action.role] = self.now + self.limits.tick_s + 29.9
         return proposal

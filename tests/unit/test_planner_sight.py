@@ -202,7 +202,7 @@ def test_own_starts_hide_no_worker_of_another_supervisor(
 
 
 def test_no_order_follows_a_pause():
-    change = Change(role=Role.DECODE, by=1, reason="")
+    change = Change(role=Role.DECODE, kind="add", by=1, reason="")
     with pytest.raises(Unavailable, match="paused"):
         planner_of()._decided(WantedRecord(paused=""), change, 3)
 

@@ -51,27 +51,19 @@ def victim(
     """
     ranked = sorted(
         (one for one in workers if among is None or one.lease_id in among),
-        key=lambda one: (*_rank(one), -one.record.started_at, one.lease_id),
+        key=lambda one: (
+            *(one.serves, one.in_flight is None, one.in_flight or 0),
+            *(-one.record.started_at, one.lease_id),
+        ),
     )
     if not ranked:
         return Victim(reason="there is no worker")
     chosen = ranked[0]
     if not force and not any(one.serves for one in workers if one is not chosen):
         return Victim(reason="no other worker of this role could work")
-    how = "least busy"
-    if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
-        how = "youngest of the least busy"
-    return Victim(record=chosen.record, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
-
-
-def _rank(one: WorkerSeen) -> tuple[bool, bool, int]:
-    return one.serves, one.in_flight is None, one.in_flight or 0
-
-
-def _state(one: WorkerSeen) -> str:
-    if not one.serves:
-        return "it cannot work now"
-    return "what it runs is not known" if one.in_flight is None else f"{one.in_flight} in flight"
+    state = f"{'?' if chosen.in_flight is None else chosen.in_flight} in flight"
+    state = state if chosen.serves else "it cannot work now"
+    return Victim(record=chosen.record, reason=f"least busy of {len(ranked)}: {state}")
 
 
 # When it may be killed

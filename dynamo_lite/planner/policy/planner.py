@@ -167,11 +167,11 @@ def _within_budget(
     last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
-            last.append(Change(role=role, by=size, reason=plans[role].reason))
+            last.append(Change(role=role, kind="add", by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
             if (removal := _makes_room(role, seen, wishes)) is not None:
-                first += [] if removal in first else [removal]
+                first += {removal} - set(first)
                 said = f"a {removal.role.word} worker is removed for it; "
             reason = f"no device is free within the budget; {said}{plans[role].reason}"
             plans[role] = replace(plans[role], reason=reason)

@@ -26,17 +26,11 @@ class Change:
     """Another number of workers of one role."""
 
     role: Role
+    #: withdraw: those that start end, because they take too long. remove: one that serves.
+    kind: Literal["add", "remove", "withdraw"]
     #: Workers more; below 0: workers less.
     by: int
     reason: str
-    #: Those that start end, because they take too long. If not, one that serves is removed.
-    withdraws: bool = False
-
-    @property
-    def kind(self) -> Literal["add", "remove", "withdraw"]:
-        if self.by > 0:
-            return "add"
-        return "withdraw" if self.withdraws else "remove"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +111,9 @@ class RoleMemory:
 
     def begun(self, change: Change, now: float) -> "RoleMemory":
         made = replace(self, count=(self.count or 0) + change.by, up_ticks=0)
-        if change.withdraws:
+        if change.kind == "withdraw":
             return made._failed(now)
-        if change.by > 0:
+        if change.kind == "add":
             return replace(made, starting_since=now, expected=made.count or 0)
         return made
 
@@ -221,7 +215,7 @@ class RoleStep:
             stays = "the last one that serves stays"
         if stays:
             return self._plan("pending", wanted, f"{reason}; {stays}")
-        change = Change(role=self._role, by=-1, reason=reason)
+        change = Change(role=self._role, kind="remove", by=-1, reason=reason)
         return self._plan("pending", wanted, reason, fewer=change)
 
     def _under_way(self, wanted: int | None, *, more: bool) -> RolePlan | None:
@@ -237,8 +231,12 @@ class RoleStep:
         waited_s = 0.0 if since is None else self._now - since
         late = None
         if waited_s > self._limits.start_timeout_s:
-            why = f"not ready after {waited_s:.0f} s"
-            late = Change(role=self._role, by=-counts.starting, reason=why, withdraws=True)
+            late = Change(
+                role=self._role,
+                kind="withdraw",
+                by=-counts.starting,
+                reason=f"not ready after {waited_s:.0f} s",
+            )
         return self._plan(
             "settling", wanted, f"a start is under way for {waited_s:.0f} s", fewer=late
         )
