@@ -147,6 +147,7 @@ async def test_an_order_that_was_never_given_is_no_failed_start(bench: Bench):
         await eventually(lambda: running.facts["leads"], 20)
         enough = supervisor.looks + 3
         await eventually(lambda: supervisor.looks > enough)
+        assert running.facts["hold"] == "the numbers of workers are not known"
         supervisor.away = False
         await eventually(lambda: supervisor.starting[P], 20)
 
@@ -215,6 +216,7 @@ async def test_a_dry_run_orders_nothing(bench: Bench):
         await bench.want(PrefillWorker=2)
         await eventually(lambda: running.facts["hold"] == "dry run")
         await eventually(lambda: running.facts["held"])
+        assert {role["state"] for role in running.facts["roles"]} == {"hold"}
         place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
         shown = planner.as_text(await planner.look(bench.store, place))
         assert "would do: PrefillWorker +1" in shown

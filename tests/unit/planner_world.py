@@ -59,7 +59,6 @@ class World:
             roles=roles if self.reachable else {},
             prefill=self.prefill,
             decode=self.decode,
-            hold=self.hold,
             manual=self.manual,
         )
 
@@ -87,7 +86,7 @@ class World:
         for pool in self.pools.values():
             self._pass_time(pool)
         self.memory, proposal = plan(self.memory, self.seen(), self.limits, self.now)
-        for action in proposal.actions:
+        for action in () if self.hold else proposal.actions:
             self._do(action)
         return proposal
 

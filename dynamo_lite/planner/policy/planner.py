@@ -40,17 +40,11 @@ class Proposal:
     """The result of one tick."""
 
     actions: tuple[Change, ...] = ()
-    #: What would be done if nothing held it back; only while `hold` is set.
-    held: tuple[Change, ...] = ()
-    #: Why nothing may be done; empty if it may.
-    hold: str = ""
     roles: Mapping[Role, RolePlan] = field(default_factory=dict[Role, RolePlan])
 
     @property
     def reason(self) -> str:
         """In one line."""
-        if self.hold:
-            return f"hold: {self.hold}"
         if self.actions:
             return "; ".join(action.reason for action in self.actions)
         return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
@@ -78,8 +72,7 @@ def plan(
 ) -> tuple[PlannerMemory, Proposal]:
     """One tick. now: monotonic seconds."""
     if not seen.roles:
-        held = seen.hold or "the numbers of workers are not known"
-        return replace(memory.without_windows(), at=now), Proposal(hold=held)
+        return replace(memory.without_windows(), at=now), Proposal()
     if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
         memory = memory.without_windows()
     memory = replace(
@@ -96,10 +89,7 @@ def plan(
     wishes = {role: step.plan(seen.manual.get(role)) for role, step in steps.items()}
     memory = replace(memory, roles={role: step.memory for role, step in steps.items()})
     actions, plans = _within_budget(seen, wishes, limits)
-    if not seen.hold:
-        return memory, Proposal(actions=actions, roles=plans)
-    plans = {role: replace(each, state="hold") for role, each in plans.items()}
-    return memory, Proposal(held=actions, hold=seen.hold, roles=plans)
+    return memory, Proposal(actions=actions, roles=plans)
 
 
 def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:

@@ -16,7 +16,7 @@ _UP_TICKS = 2
 _UP_STEP, _FREE_STEP = 0.5, 4
 _START_BACKOFF = Backoff(first_s=30.0, factor=2.0, longest_s=1800.0)
 
-#: hold: nothing may be done. observe: the number fits. pending: another number is wanted, and has
+#: hold: the load is not known. observe: the number fits. pending: another number is wanted, and has
 #: to be wanted for a while. settling: workers start or drain.
 PlanState = Literal["hold", "observe", "pending", "settling"]
 
