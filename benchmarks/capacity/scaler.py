@@ -20,8 +20,7 @@ from dynamo_lite.planner.policy.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.overview.model import LiveProcess

@@ -6,7 +6,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -17,13 +17,10 @@ import typer
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
 from dynamo_lite.cli.listing import Place, members, open_store, table
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
-from dynamo_lite.planner.drains import Facts, in_flight, look
+from dynamo_lite.planner.drains import in_flight, look, seconds
 from dynamo_lite.planner.policy.drain import (
     Leaving,
-    NoVictim,
-    Safe,
-    Unsafe,
-    Victim,
+    Safety,
     WorkerSeen,
     safe,
     victim,
@@ -99,19 +96,19 @@ def drain(
     async def work() -> bool:
         """Returns whether its work was cut off."""
         if component is not None:
-            choice, shown = await pick(place, component, force=force)
+            record, reason, workers = await pick(place, component, force=force)
         else:
-            choice, shown = await find(place, wanted, force=force)
-        record = choice.record
+            record, reason, workers = await find(place, wanted, force=force)
         facts = {
             "component": record.component,
             "lease": f"{record.lease_id:x}",
             "host": record.host,
-            "reason": choice.reason,
+            "reason": reason,
         }
+        shown = table(_COLUMNS, [_cells(one, record.lease_id) for one in workers])
         print(json.dumps(facts) if as_json else shown, flush=True)
         say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-        say(f"{record.component} {record.lease_id:x}: {choice.reason}")
+        say(f"{record.component} {record.lease_id:x}: {reason}")
         if dry_run:
             say("dry run: nothing was revoked")
             return False
@@ -140,27 +137,27 @@ def parse_lease(text: str) -> int:
     return value
 
 
-async def pick(
-    place: Place, component: str, *, force: bool, among: Set[int] | None = None
-) -> tuple[Victim, str]:
-    """The least busy worker of a component, and a table of all. among: the leases that may be
-    chosen; None: all.
+#: The worker to remove, why this one, and all of its component.
+Choice = tuple[EndpointRecord, str, Sequence[WorkerSeen]]
+
+
+async def pick(place: Place, component: str, *, force: bool) -> Choice:
+    """The least busy worker of a component.
 
     Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
     """
     if component not in tuple(Role):
         raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
-    seen = await look(await members(place), place.certificates())
-    workers = seen.workers(component)
+    workers = (await look(await members(place), place.certificates())).workers(component)
     if not workers:
         raise StartupError(f"no live worker of component {component}")
-    found = victim(workers, among=among, force=force)
-    if isinstance(found, NoVictim):
+    found = victim(workers, force=force)
+    if found.record is None:
         raise ConfigError([f"--pick {component}: {found.reason}; --force drains it"])
-    return found, _as_table(workers, found.record.lease_id)
+    return found.record, found.reason, workers
 
 
-async def find(place: Place, lease_id: int, *, force: bool) -> tuple[Victim, str]:
+async def find(place: Place, lease_id: int, *, force: bool) -> Choice:
     """The process with this lease. Raises as `pick`."""
     seen = await look(await members(place), place.certificates())
     record = seen.records.get(lease_id)
@@ -168,16 +165,12 @@ async def find(place: Place, lease_id: int, *, force: bool) -> tuple[Victim, str
         known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
         raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
     workers = seen.workers(record.component)
-    others = [worker for worker in workers if worker.serves and worker.lease_id != lease_id]
-    if record.component in tuple(Role) and not others and not force:
-        raise ConfigError(
-            [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
-        )
-    return Victim(record=record, reason="as asked"), _as_table(workers, lease_id)
-
-
-def _as_table(workers: Iterable[WorkerSeen], chosen: int) -> str:
-    return table(_COLUMNS, [_cells(worker, chosen) for worker in workers])
+    if record.component in tuple(Role) and not force:
+        if victim(workers, among={lease_id}).record is None:
+            raise ConfigError(
+                [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
+            )
+    return record, "as asked", workers
 
 
 async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
@@ -215,7 +208,7 @@ class _Watch:
                 raise StartupError(f"timeout: still there after {timeout_s:g} s: {self._told}")
             await asyncio.sleep(_POLL_S)
 
-    async def _look(self) -> Safe | Unsafe:
+    async def _look(self) -> Safety:
         """Asks it and all decode workers. Takes 2 s at most."""
         listed = await members(self._place)
         asked_at, before = time.monotonic(), self._leaving
@@ -233,19 +226,19 @@ class _Watch:
             in_flight=running,
             idle_at=idle_at if running == 0 else None,
         )
-        grace_s = _seconds(facts, "grace_s", _GRACE_S)
-        self.forced |= bool(running) and _seconds(facts, "draining_s", 0.0) > grace_s
-        landed_s = written_s(grace_s, _seconds(facts, "lease_ttl_s", _TTL_S))
+        grace_s = seconds(facts, "grace_s", _GRACE_S)
+        self.forced |= bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
+        landed_s = written_s(grace_s, seconds(facts, "lease_ttl_s", _TTL_S))
         return safe(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
 
-    def _tell(self, verdict: Safe | Unsafe) -> None:
+    def _tell(self, verdict: Safety) -> None:
         leaving = self._leaving
         lines: list[str] = []
         if not leaving.listed and self._told == "":
             lines.append("UNLISTED  it gets nothing new")
         if leaving.ended:
             lines.append("GONE      its process has ended")
-        elif isinstance(verdict, Safe):
+        elif verdict.safe:
             lines.append(f"SAFE      it may be killed: {verdict.reason}")
             self._safe = True
         elif self.forced:
@@ -275,11 +268,6 @@ async def _lives(record: EndpointRecord) -> bool:
         return True
     writer.transport.abort()
     return True
-
-
-def _seconds(facts: Facts, name: str, otherwise: float) -> float:
-    value = facts.get(name)
-    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else otherwise
 
 
 def _cells(worker: WorkerSeen, chosen: int) -> list[str]:

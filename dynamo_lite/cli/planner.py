@@ -5,7 +5,7 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,28 +13,18 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from dynamo_lite.cli.arguments import (
-    EXIT_FAILED,
-    Json,
-    Targets,
-)
-from dynamo_lite.cli.listing import (
-    Place,
-    facts_of,
-    members_in,
-    table,
-)
+from dynamo_lite.cli.arguments import EXIT_FAILED, Json, Targets
+from dynamo_lite.cli.listing import Place, facts_of, members_in, table
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.cli.scale import parse_targets
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.planner.record import read as read_records
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
+from dynamo_lite.protocol.planner import WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
 _COLUMNS = ("component", "count", "wanted", "state", "reason")
@@ -47,7 +37,6 @@ app = typer.Typer(
     \b
     dynamo-lite planner status
     dynamo-lite planner set VllmWorker=3
-    dynamo-lite planner unset VllmWorker
     dynamo-lite planner pause --reason "an upgrade"
     dynamo-lite planner resume
 
@@ -118,27 +107,6 @@ def _set(
     print(f"set: {_numbers(record.manual)}  (by {record.by})")
 
 
-@app.command("unset")
-@on_graph("nats_url")
-def _unset(
-    graph: OnGraph,
-    components: Annotated[
-        list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
-    ] = None,
-) -> None:
-    """Forget numbers that were set and are not reached: the planner decides again.
-
-    Without COMPONENT all of them. Workers that were started or removed for them stay so until the
-    planner decides otherwise. Exit code 2: COMPONENT has no such number.
-
-    \b
-    dynamo-lite planner unset VllmWorker
-    """
-
-    gone = graph.on_store(lambda store, place: unset_counts(store, place, components or []))
-    print(f"unset: {_numbers(gone)}" if gone else "no number is set")
-
-
 def _numbers(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{component}={number}" for component, number in counts.items())
 
@@ -149,7 +117,8 @@ class PlannerState:
 
     #: Lease to what the process reports; empty facts if it does not respond.
     planners: Mapping[int, Mapping[str, Any]]
-    leader: LeaderRecord | None
+    #: Its lease; 0: none leads.
+    leader: int
     wanted: WantedRecord
     #: Records that cannot be read.
     malformed: list[str]
@@ -157,7 +126,7 @@ class PlannerState:
     @property
     def led_by(self) -> Mapping[str, Any]:
         """Facts of the planner that leads; empty if it does not respond."""
-        return self.planners.get(self.leader.lease_id, {}) if self.leader else {}
+        return self.planners.get(self.leader, {})
 
     @property
     def shown(self) -> Mapping[str, Any]:
@@ -166,24 +135,12 @@ class PlannerState:
 
 
 async def look(store: Store, place: Place) -> PlannerState:
-    entries = await store.get_prefix(names.planner_prefix(place.namespace))
-    malformed: list[str] = []
-
-    def decoded(key: str, kind: type[Any]) -> Any:
-        if (data := entries.get(key)) is None:
-            return None
-        try:
-            return decode_json(data, kind)
-        except ProtocolError as exc:
-            malformed.append(f"{key}: {exc}")
-            return None
-
-    found = await _facts(store, place)
+    found, records = await _facts(store, place), await read_records(store, place.namespace)
     return PlannerState(
         planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
-        leader=decoded(names.planner_leader_key(place.namespace), LeaderRecord),
-        wanted=decoded(names.planner_wanted_key(place.namespace), WantedRecord) or WantedRecord(),
-        malformed=malformed,
+        leader=records.leader or 0,
+        wanted=records.wanted or WantedRecord(),
+        malformed=records.malformed,
     )
 
 
@@ -211,28 +168,6 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
         place.namespace,
         lambda record: replace(record, manual={**record.manual, **wanted}, by=_whoami()),
     )
-
-
-async def unset_counts(
-    store: Store, place: Place, components: Collection[str]
-) -> Mapping[str, int]:
-    """The planner decides about these components again; none: about all. Returns the numbers that
-    were set.
-
-    Raises ConfigError for a component without a number, Unavailable after many conflicts.
-    """
-    manual = (await look(store, place)).wanted.manual
-    if unknown := [name for name in components if name not in manual]:
-        have = ", ".join(manual) or "none"
-        raise ConfigError([f"{name}: no number is set; set: {have}" for name in unknown])
-    gone = {name: manual[name] for name in (components or manual)}
-
-    def without(record: WantedRecord) -> WantedRecord:
-        left = {name: number for name, number in record.manual.items() if name not in gone}
-        return replace(record, manual=left, by=_whoami()) if left != record.manual else record
-
-    await edit(store, place.namespace, without)
-    return gone
 
 
 async def check_options(store: Store, place: Place, change: Edit) -> None:
@@ -290,7 +225,7 @@ def _as_json(state: PlannerState) -> dict[str, Any]:
         "planners": [
             {"lease": f"{lease_id:x}", **facts} for lease_id, facts in state.planners.items()
         ],
-        "leader": f"{state.leader.lease_id:x}" if state.leader else None,
+        "leader": f"{state.leader:x}" if state.leader else None,
         "wanted": msgspec.to_builtins(state.wanted),
         "malformed": state.malformed,
     }
@@ -301,13 +236,13 @@ def as_text(state: PlannerState) -> str:
     if not state.planners:
         return "\n".join([*lines, "no planner runs"])
     facts = state.shown
-    if state.leader is None:
+    if not state.leader:
         lines.append("no planner leads")
     else:
         others = len(state.planners) - 1
         more = f", {others} more ready to take over" if others else ""
         silent = "" if state.led_by else ", but it does not respond"
-        lines.append(f"planner {state.leader.lease_id:x} leads{silent}{more}")
+        lines.append(f"planner {state.leader:x} leads{silent}{more}")
     if facts.get("hold"):
         lines.append(f"hold: {facts['hold']}")
     if state.wanted.paused is not None:
@@ -315,7 +250,7 @@ def as_text(state: PlannerState) -> str:
         lines.append(f"paused by {state.wanted.by}{why}")
     if manual := state.wanted.manual:
         lines.append(f"set by an operator, not reached yet: {_numbers(manual)}")
-        lines.append("  `dynamo-lite planner unset` gives them back to the planner")
+        lines.append("  `dynamo-lite planner set` with the present number gives one up")
     if roles := facts.get("roles"):
         rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]
         lines += ["", table(_COLUMNS, [[str(row[name]) for name in _COLUMNS] for row in rows])]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
-from dynamo_lite.cli.drain import Say, pick
-from dynamo_lite.cli.listing import find_place
+from dynamo_lite.cli.drain import Say
+from dynamo_lite.cli.listing import find_place, members
+from dynamo_lite.planner.drains import look
+from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
@@ -85,7 +87,7 @@ async def _scale(
         raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
     _check(targets, (await order(state_dir, Counts())).counts, force)
     for component, target in targets.items():
-        await _reach(state_dir, component, target, say)
+        await _order(state_dir, component, target, say)
     if wait_s != 0:
         await _wait(state_dir, targets, time.monotonic() + wait_s, say)
 
@@ -106,40 +108,38 @@ def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: 
         raise ConfigError(mistakes)
 
 
-async def _reach(state_dir: Path, component: str, target: int, say: Say) -> None:
+async def _order(state_dir: Path, component: str, target: int, say: Say) -> None:
     reply = await order(state_dir, Counts())
-    while (own := (now := reply.counts[component]).starting + now.ready) != target:
-        count, lease_id, what = target, 0, f"{target - own} more"
-        if own > target:
-            count, what = own - 1, "one less: one that does not serve"
-            if not now.starting and not _restarts(state_dir, component):
-                lease_id, why = await _least_busy(state_dir, component)
-                what = f"one less: {why}"
-        say(f"{component}: {what}")
-        want = Want(component=component, count=count, lease_id=lease_id, version=reply.version)
-        reply = await order(state_dir, want)
-
-
-def _restarts(state_dir: Path, component: str) -> bool:
-    """Whether a process has crashed and is not ready again."""
-    found = _processes(state_dir, component)
-    return any(one.state in ("backoff", "starting") and not one.lease for one in found)
-
-
-async def _least_busy(state_dir: Path, component: str) -> tuple[int, str]:
-    """The worker of this supervisor that goes, and why."""
-    found = _processes(state_dir, component)
+    now = reply.counts[component]
+    if (more := target - now.starting - now.ready) == 0:
+        return
+    say(f"{component}: {more:+}")
+    found, leases = _processes(state_dir, component), list[int]()
     ready = [int(one.lease, 16) for one in found if one.state == "ready" and one.lease]
-    if not ready:
-        raise StartupError(f"{component}: no process is ready")
-    if component not in tuple(Role):
-        return ready[-1], f"lease {ready[-1]:x}"
-    # Whether the last one may go was decided with the target.
-    choice, _ = await pick(
-        find_place(state_dir, None, None), component, force=True, among=set(ready)
-    )
-    lease_id = choice.record.lease_id
-    return lease_id, f"lease {lease_id:x}, {choice.reason}"
+    idle = sum(one.state in ("backoff", "starting") and not one.lease for one in found)
+    if -more > idle and component not in tuple(Role):
+        leases = ready[more + idle :]
+    elif -more > idle:
+        leases = await _least_busy(state_dir, component, -more - idle, ready, say)
+    want = Want(component=component, count=target, leases=tuple(leases), version=reply.version)
+    await order(state_dir, want)
+
+
+async def _least_busy(
+    state_dir: Path, component: str, number: int, ready: Collection[int], say: Say
+) -> list[int]:
+    """So many of these leases; fewer if their workers are not listed."""
+    place = find_place(state_dir, None, None)
+    workers = (await look(await members(place), place.certificates())).workers(component)
+    leases: list[int] = []
+    for _ in range(number):
+        # Whether the last one may go was decided with the target.
+        found = victim(workers, among=ready, force=True)
+        if found.record is not None:
+            leases.append(found.record.lease_id)
+            say(f"  lease {found.record.lease_id:x}, {found.reason}")
+            workers = [one for one in workers if one.record != found.record]
+    return leases
 
 
 async def _wait(state_dir: Path, targets: Mapping[str, int], limit: float, say: Say) -> None:

@@ -1,27 +1,28 @@
 """The options of the Planner in the YAML file. The command line reads this module."""
 
-import re
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.options import NaturalOption, PlannerOptions
 
-#: A workload that can be scaled, by its resource and name.
-WORKLOAD = re.compile(r"deployments/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+#: A workload that can be scaled, as `deployments/NAME`; empty: none.
+Workload = Annotated[
+    str, msgspec.Meta(pattern=r"^(deployments/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?\Z")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
     """The workloads that a planner scales, and how it reaches the API server."""
 
-    #: Workload of the decode workers, as `deployments/NAME`.
-    decode: str = ""
-    #: Workload of the prefill workers; empty: there are none.
-    prefill: str = ""
-    #: Devices of one decode worker, for the budget.
+    decode: Workload = ""
+    prefill: Workload = ""
+    #: Devices of one worker, for the budget.
     decode_devices: NaturalOption = 1
-    #: Devices of one prefill worker.
     prefill_devices: NaturalOption = 1
     #: The API server.
     url: str = "https://kubernetes.default.svc"
@@ -51,17 +52,7 @@ class PlannerConfig(PlannerOptions):
 
     def __post_init__(self) -> None:
         """Raises ValueError when options contradict each other."""
-        scaled = self.kubernetes.scales
-        # Those of workers that a graph starts itself are not in this section.
-        mistakes = contradictions(self, self.kubernetes.devices if scaled else None)
-        if scaled:
-            mistakes += [
-                f"kubernetes.{name} is {value!r}: expected deployments/NAME"
-                for name, value in (
-                    ("decode", self.kubernetes.decode),
-                    ("prefill", self.kubernetes.prefill or "deployments/none"),
-                )
-                if not WORKLOAD.fullmatch(value)
-            ]
-        if mistakes:
+        # Devices of workers that a graph starts itself are not in this section.
+        devices = self.kubernetes.devices if self.kubernetes.scales else None
+        if mistakes := contradictions(self, devices):
             raise ValueError("; ".join(mistakes))

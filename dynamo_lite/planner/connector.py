@@ -46,8 +46,8 @@ class LocalConnector:
     async def change(
         self, component: str, count: int, victim: EndpointRecord | None = None
     ) -> None:
-        lease_id, version = 0 if victim is None else victim.lease_id, self._version
-        await self._ask(Want(component=component, count=count, lease_id=lease_id, version=version))
+        leases, version = () if victim is None else (victim.lease_id,), self._version
+        await self._ask(Want(component=component, count=count, leases=leases, version=version))
 
     def owns(self, worker: EndpointRecord) -> bool:
         return worker.lease_id in self._leases

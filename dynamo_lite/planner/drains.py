@@ -9,7 +9,7 @@ from dynamo_lite.planner.policy.drain import WorkerSeen, Writers
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.certificates import Certificates
-from dynamo_lite.runtime.overview.compose import processes, state_of
+from dynamo_lite.runtime.overview.compose import natural, processes, state_of
 from dynamo_lite.runtime.overview.fetch import fetch_health
 
 Facts = Mapping[str, Any]
@@ -55,24 +55,20 @@ async def look(
 
 def in_flight(facts: Facts) -> int | None:
     """Requests of a decode worker, jobs of a prefill worker; None if it does not report them."""
-    number = _number(facts, "in_flight")
-    number = _number(facts, "jobs") if number is None else number
-    return None if number is None else int(number)
+    return natural(facts, "in_flight", "jobs")
+
+
+def seconds(facts: Facts, name: str, otherwise: float) -> float:
+    """A duration among the facts; `otherwise` if it is missing or no duration."""
+    value = facts.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else otherwise
 
 
 def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | None:
-    age_s, listed = _number(facts, "writers_age_s"), facts.get("writers")
-    if age_s is None or not isinstance(listed, list):
+    age_s, listed = seconds(facts, "writers_age_s", -1.0), facts.get("writers")
+    if age_s < 0 or not isinstance(listed, list):
         return None
     try:
         return frozenset(int(lease, 16) for lease in listed), asked_at - age_s
     except (TypeError, ValueError):
         return None
-
-
-def _number(facts: Facts, name: str) -> float | None:
-    value = facts.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    # JSON has integers that no float can have.
-    return value if 0 <= value < 2**63 else None

@@ -77,15 +77,10 @@ class Observation:
         if not seconds:
             return PrefillLoad(backlog=backlog, rate=rate)
         asked, refused = total(lately, compose.ASKED), total(lately, compose.OVERFLOW)
+        per_s = {"asked_per_s": asked / seconds, "refused_per_s": refused / seconds}
         if len(told) < len(decode):
-            both = (asked + refused) / seconds
-            return PrefillLoad(asked_per_s=both, backlog=backlog, rate=rate)
-        return PrefillLoad(
-            asked_per_s=asked / seconds,
-            refused_per_s=refused / seconds,
-            backlog=backlog,
-            rate=rate,
-        )
+            per_s = {"asked_per_s": (asked + refused) / seconds}
+        return PrefillLoad(backlog=backlog, rate=rate, **per_s)
 
 
 def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview) -> DecodeLoad:

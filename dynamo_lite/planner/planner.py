@@ -16,11 +16,11 @@ from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.connector import Connector, LocalConnector
 from dynamo_lite.planner.kubernetes import KubernetesConnector
 from dynamo_lite.planner.observation import Observation, Observed
-from dynamo_lite.planner.policy.drain import NoVictim, victim
+from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.policy.limits import bounds
-from dynamo_lite.planner.policy.memory import Change, PlannerMemory, Proposal
-from dynamo_lite.planner.policy.planner import begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, Proposal, begun, plan
+from dynamo_lite.planner.policy.role import Change
 from dynamo_lite.planner.record import PlannerRecords
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
 from dynamo_lite.protocol.live_options import Values, applied
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def as_text(change: Change) -> str:
     """A change in words."""
-    what = "start withdrawn" if change.withdraws else f"{change.by:+}"
+    what = "start withdrawn" if change.kind == "withdraw" else f"{change.by:+}"
     return f"{change.role} {what}: {change.reason}"
 
 
@@ -65,14 +65,13 @@ class PlannerMetrics:
             registry=registry,
         )
 
-    def decided(self, proposal: Proposal) -> None:
+    def decided(self, proposal: Proposal, hold: str) -> None:
         for role, one in proposal.roles.items():
             self._workers.labels(role, "count").set(one.count)
             wanted = float("nan") if one.wanted is None else one.wanted
             self._workers.labels(role, "wanted").set(wanted)
-        for held, changes in (("no", proposal.actions), ("yes", proposal.held)):
-            for change in changes:
-                self._actions.labels(change.role, change.kind, held).inc()
+        for change in proposal.actions:
+            self._actions.labels(change.role, change.kind, "yes" if hold else "no").inc()
 
 
 class Planner:
@@ -90,7 +89,9 @@ class Planner:
         self._limits = subset(PlannerOptions, self._config)
         self._stack = AsyncExitStack()
         self._memory = PlannerMemory()
-        self._proposal = Proposal(hold="it has not looked yet")
+        self._proposal = Proposal()
+        #: Why nothing may be done; empty if it may.
+        self._held = "it has not looked yet"
         #: What was logged last.
         self._told: object = None
         #: The last `RoleSeen.others`.
@@ -132,11 +133,18 @@ class Planner:
             "ok": True,
             "planner": {
                 "leads": not self._records.why_not,
-                "hold": self._proposal.hold,
+                "hold": self._held,
                 "roles": [
-                    {"component": role, **asdict(one)} for role, one in self._proposal.roles.items()
+                    {
+                        "component": role,
+                        "state": "hold" if self._held else one.state,
+                        "count": one.count,
+                        "wanted": one.wanted,
+                        "reason": one.reason,
+                    }
+                    for role, one in self._proposal.roles.items()
                 ],
-                "held": [as_text(change) for change in self._proposal.held],
+                "held": [as_text(one) for one in self._proposal.actions] if self._held else [],
                 "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
                 "limits": asdict(self._limits),
                 "devices": self._devices,
@@ -178,10 +186,14 @@ class Planner:
         self._memory, proposal = plan(
             self._memory, seen, self._limits, self._host.clock.monotonic()
         )
-        self._show(proposal)
+        unknown = "" if seen.roles else "the numbers of workers are not known"
+        wanted = self._records.wanted or WantedRecord()
+        self._show(proposal, self._hold(wanted, bool(seen.manual)) or unknown)
+        if self._held:
+            return
         for change in proposal.actions:
             await self._act(change, counts[change.role])
-        if not seen.hold and (done := self._reached(seen)):
+        if done := self._reached(seen):
             await self._records.edit(lambda record: _without_manual(record, done))
 
     async def _count(self) -> Mapping[str, RoleCounts]:
@@ -195,17 +207,17 @@ class Planner:
             logger.warning("the numbers of workers are not known: %s", exc)
             return {}
 
-    def _show(self, proposal: Proposal) -> None:
+    def _show(self, proposal: Proposal, hold: str) -> None:
         """Logs it if it acts or what it wants has changed."""
-        self._proposal = proposal
-        self._metrics.decided(proposal)
-        texts = [as_text(change) for change in (*proposal.actions, *proposal.held)]
+        self._proposal, self._held = proposal, hold
+        self._metrics.decided(proposal, hold)
+        texts = [as_text(change) for change in proposal.actions]
         kinds = [text.partition(":")[0] for text in texts]
         states = [(role, one.state, one.count, one.wanted) for role, one in proposal.roles.items()]
-        if proposal.actions or (proposal.hold, kinds, states) != self._told:
-            self._told = proposal.hold, kinds, states
-            said = f" ({'would do' if proposal.hold else 'does'}: {'; '.join(texts)})"
-            logger.info("%s%s", proposal.reason, said if texts else "")
+        if (texts and not hold) or (hold, kinds, states) != self._told:
+            self._told = hold, kinds, states
+            said = f" ({'would do' if hold else 'does'}: {'; '.join(texts)})" if texts else ""
+            logger.info("%s%s", f"hold: {hold}" if hold else proposal.reason, said)
 
     def _seen(self, observed: Observed, counts: Mapping[str, RoleCounts]) -> Seen:
         wanted = self._records.wanted or WantedRecord()
@@ -234,7 +246,6 @@ class Planner:
             roles=roles,
             prefill=observed.prefill,
             decode=observed.decode,
-            hold=self._hold(wanted, bool(manual)),
             manual=manual,
         )
 
@@ -263,7 +274,7 @@ class Planner:
         except (DynamoLiteError, TimeoutError) as exc:
             self._metrics.failures.labels("order").inc()
             logger.warning("%s was not begun: %s", as_text(change), exc)
-            if not (isinstance(exc, Refused) and change.by > 0):
+            if not (isinstance(exc, Refused) and change.kind == "add"):
                 return
         self._memory = begun(self._memory, change)
 
@@ -271,7 +282,7 @@ class Planner:
         if record.paused is not None and not record.manual:
             raise Unavailable("paused")
         before = record.roles.get(change.role)
-        if change.withdraws and before is not None:
+        if change.kind == "withdraw" and before is not None:
             role = msgspec.structs.replace(before, count=count, reason=change.reason[:1024])
         else:
             role = WantedWorkers(
@@ -289,10 +300,10 @@ class Planner:
         workers = (await drains.look(members.values(), self._host.certificates)).workers(component)
         own = {worker.record.lease_id for worker in workers if self._connector.owns(worker.record)}
         found = victim(workers, among=own)
-        if isinstance(found, NoVictim):
+        if found.record is None:
             logger.warning("no %s is removed: %s", component, found.reason)
-            return None
-        logger.info("%s %x is removed: %s", component, found.record.lease_id, found.reason)
+        else:
+            logger.info("%s %x is removed: %s", component, found.record.lease_id, found.reason)
         return found.record
 
     def _reached(self, seen: Seen) -> dict[str, int]:

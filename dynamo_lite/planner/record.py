@@ -7,7 +7,8 @@ lease's time: an act and its timeouts then end before another planner can lead.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.protocol import names
@@ -25,6 +26,34 @@ _ACT_SHARE = 0.8
 _TRIES = 20
 
 WantedEdit = Callable[[WantedRecord], WantedRecord]
+
+
+@dataclass(kw_only=True)
+class Records:
+    #: The lease of the planner that leads; 0: none does. None: the record cannot be read.
+    leader: int | None = 0
+    #: None: it cannot be read.
+    wanted: WantedRecord | None = field(default_factory=WantedRecord)
+    #: Of those that cannot be read: the key, and why.
+    malformed: list[str] = field(default_factory=list[str])
+
+
+async def read(store: Store, namespace: str) -> Records:
+    """Raises StoreUnavailable."""
+    entries = await store.get_prefix(names.planner_prefix(namespace))
+    found = Records()
+
+    def decoded(key: str, kind: type[Any], absent: Any) -> Any:
+        try:
+            return decode_json(entries[key], kind) if key in entries else absent
+        except ProtocolError as exc:
+            found.malformed.append(f"{key}: {exc}")
+            return None
+
+    leader = decoded(names.planner_leader_key(namespace), LeaderRecord, LeaderRecord(lease_id=0))
+    found.leader = leader and leader.lease_id
+    found.wanted = decoded(names.planner_wanted_key(namespace), WantedRecord, found.wanted)
+    return found
 
 
 async def edit(store: Store, namespace: str, change: WantedEdit) -> WantedRecord:
@@ -48,7 +77,6 @@ class PlannerRecords:
 
     def __init__(self, host: Host, *, elects: bool):
         self._host, self._elects = host, elects
-        #: The lease of the planner that leads; 0: none does.
         self._leader = 0
         #: As it was last read. None: it cannot be read.
         self.wanted: WantedRecord | None = WantedRecord()
@@ -80,24 +108,14 @@ class PlannerRecords:
     async def read(self) -> None:
         """Reads both records. If no planner leads, this one does. Raises StoreUnavailable."""
         host, namespace = self._host, self._host.spec.namespace
-        entries = await host.store.get_prefix(names.planner_prefix(namespace))
-        key, own = names.planner_leader_key(namespace), LeaderRecord(lease_id=host.lease.id)
-        leader = self._decoded(entries, key, LeaderRecord, LeaderRecord(lease_id=0))
-        if self._elects and key not in entries:
+        found = await read(host.store, namespace)
+        for what in found.malformed:
+            host.drops("record")
+            logger.warning("ignored: %s", what)
+        if found.leader == 0 and self._elects:
+            key, own = names.planner_leader_key(namespace), LeaderRecord(lease_id=host.lease.id)
             if await host.store.create(key, encode_json(own), lease=host.lease):
-                leader = own
-        if leader is not None:
-            self._leader = leader.lease_id
-        key = names.planner_wanted_key(namespace)
-        self.wanted = self._decoded(entries, key, WantedRecord, WantedRecord())
-
-    def _decoded(self, entries: Mapping[str, bytes], key: str, kind: Any, absent: Any) -> Any:
-        """None for a record that cannot be read, which is logged and counted."""
-        if (value := entries.get(key)) is None:
-            return absent
-        try:
-            return decode_json(value, kind)
-        except ProtocolError as exc:
-            self._host.drops("record")
-            logger.warning("%s is ignored: %s", key, exc)
-            return None
+                found.leader = own.lease_id
+        if found.leader is not None:
+            self._leader = found.leader
+        self.wanted = found.wanted

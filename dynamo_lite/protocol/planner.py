@@ -1,7 +1,7 @@
 """The planner's record and messages: wanted numbers of workers, and the supervisor's socket.
 
-The records are JSON in etcd. Requests to a supervisor, and its replies, are JSON lines on a Unix
-socket beside `run.json`: one request, one reply, in order.
+The records are JSON in etcd. A request to a supervisor, and its reply, are a JSON line each on a
+connection of their own to a Unix socket beside `run.json`.
 """
 
 from typing import Annotated
@@ -59,9 +59,9 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag="want", forbid_unknown
     component: ComponentName
     #: Workers without draining ones, from now on.
     count: Number
-    #: Where there are too many: the one to drain. 0: those that were never ready or are restarted
-    #: after a crash, and no other.
-    lease_id: LeaseId = 0
+    #: Where there are too many: those to drain, in this order, after the ones that were never ready
+    #: or are restarted after a crash. No others drain.
+    leases: tuple[LeaseId, ...] = ()
     #: `SupervisorReply.version` of the numbers that it was decided on: it is refused after another
     #: order.
     version: Natural

@@ -72,24 +72,22 @@ class Fleet:
         counts = self._counts(component)
         return counts.starting + counts.ready
 
-    def to_retire(self, component: str, lease_id: int) -> InstanceSupervisor:
-        """The process to retire. Raises Refused if there is none.
-
-        lease_id: of the process; 0: the youngest one that was never ready, or else the youngest
-            one that is restarted after a crash.
-        """
+    def to_retire(
+        self, component: str, number: int, leases: Sequence[int]
+    ) -> list[InstanceSupervisor]:
+        """Processes that were never ready, the youngest first, then those that are restarted after
+        a crash, then those with these leases. Raises Refused if there are fewer than `number`."""
         tier = self._tiers[component]
-        if lease_id == 0:
-            crashed = [one for one in tier if one.phase == "ready" and not one.lease_id]
-            starting = [one for one in tier if one.phase == "starting"]
-            if not (found := starting or crashed):
-                raise _refused(f"{component}: no process is starting")
-            return found[-1]
-        for one in tier:
-            if one.lease_id == lease_id:
-                return one
-        known = ", ".join(one.state.lease for one in tier if one.lease_id) or "none"
-        raise _refused(f"{component}: no process has lease {lease_id:x}; leases: {known}")
+        found = [one for one in reversed(tier) if one.phase == "starting"]
+        found += [one for one in reversed(tier) if one.phase == "ready" and not one.lease_id]
+        known = {one.lease_id: one for one in tier if one.lease_id}
+        found += [known[lease] for lease in leases if lease in known]
+        if len(found) < number:
+            have = ", ".join(f"{lease:x}" for lease in known) or "none"
+            raise _refused(
+                f"{component}: no other process is starting or was named; leases: {have}"
+            )
+        return found[:number]
 
     def _enter(self, name: str, number: int) -> InstanceSupervisor:
         """Raises Refused when too few devices are free, or its files cannot be written."""

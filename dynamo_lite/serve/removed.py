@@ -91,6 +91,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config seal": "nothing: what is set is stored as plain JSON",
         "config set --dry-run": "set the value, and look at `dynamo-lite explain --last 20`",
         "config watch": "`config get` shows what is set",
+        "planner unset": "`planner set` with the number that there is",
         "planner explain": "`planner status`; the planner's log has each decision",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "join --kv-events": "nothing: the engine is assumed to hold what it was sent",

@@ -91,11 +91,11 @@ class Supervisor:
     def counts(self) -> dict[str, RoleCounts]:
         return self._fleet.counts()
 
-    def want(self, component: str, count: int, lease_id: int) -> None:
+    def want(self, component: str, count: int, leases: Sequence[int]) -> None:
         """Starts or drains processes until there are `count`, without draining ones.
 
-        lease_id: as in `Fleet.to_retire`. One with a lease drains only while there are too many.
-        The graph survives processes that cannot be started; they are not tried again.
+        leases: as in `Fleet.to_retire`. The graph survives processes that cannot be started; they
+        are not tried again.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
@@ -105,13 +105,13 @@ class Supervisor:
             tasks.create_task(instance.keep(), name=instance.launch.name)
             self._progress.line(instance.launch.name, "added")
             self._on_change()
-        for _ in range(number - count):
-            instance = self._fleet.to_retire(component, lease_id)
-            if instance.phase in ("ended", "draining"):
-                return
-            self._progress.line(instance.launch.name, "retired")
-            instance.stop()
-            tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
+        if number <= count:
+            return
+        for instance in self._fleet.to_retire(component, number - count, leases):
+            if instance.phase not in ("ended", "draining"):
+                self._progress.line(instance.launch.name, "retired")
+                instance.stop()
+                tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
 
     def _running_tasks(self) -> asyncio.TaskGroup:
         state = self._run.state

@@ -6,7 +6,6 @@ programs: an order names a service of the graph and nothing else.
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -29,12 +28,8 @@ from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.serve.supervisor import Supervisor
 
-logger = logging.getLogger(__name__)
-
-_MAX_CONNECTIONS = 32
-#: A client that sends nothing for this long is disconnected.
-_IDLE_S = 600.0
-_WRITE_TIMEOUT_S = 5.0
+#: Of one request with its reply.
+_TIMEOUT_S = 10.0
 #: Of an error in a reply, in characters.
 _ERROR_LIMIT = 1024
 
@@ -100,25 +95,16 @@ class SupervisorSocket:
         self._path.unlink(missing_ok=True)
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= _MAX_CONNECTIONS:
-            logger.warning("more than %d connections to the supervisor", _MAX_CONNECTIONS)
-            writer.close()
-            return
         self._tasks.start(self._serve(reader, writer), name="supervisor connection")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while line := await _line(reader):
+        """Answers one request. A client that is slow or sends too long a line gets no reply."""
+        gone = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+        with contextlib.suppress(*gone), contextlib.closing(writer):
+            async with asyncio.timeout(_TIMEOUT_S):
+                line = await reader.readuntil(b"\n")
                 writer.write(_encode(self._answer(line)) + b"\n")
-                # If the client has disconnected or reads nothing, only its own connection is
-                # closed.
-                try:
-                    async with asyncio.timeout(_WRITE_TIMEOUT_S):
-                        await writer.drain()
-                except (OSError, TimeoutError):
-                    return
-        finally:
-            writer.close()
+                await writer.drain()
 
     def _answer(self, line: bytes) -> SupervisorReply:
         try:
@@ -129,15 +115,7 @@ class SupervisorSocket:
         return self._orders.answer(request, self._carry_out)
 
     def _carry_out(self, order: Want) -> None:
-        self._supervisor.want(order.component, order.count, order.lease_id)
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Empty when the client has disconnected, sends nothing, or has sent too long a line."""
-    with contextlib.suppress(OSError, TimeoutError, ValueError):
-        async with asyncio.timeout(_IDLE_S):
-            return await reader.readline()
-    return b""
+        self._supervisor.want(order.component, order.count, order.leases)
 
 
 def _bound(path: Path) -> socket.socket:

@@ -147,6 +147,7 @@ async def test_an_order_that_was_never_given_is_no_failed_start(bench: Bench):
         await eventually(lambda: running.facts["leads"], 20)
         enough = supervisor.looks + 3
         await eventually(lambda: supervisor.looks > enough)
+        assert running.facts["hold"] == "the numbers of workers are not known"
         supervisor.away = False
         await eventually(lambda: supervisor.starting[P], 20)
 
@@ -215,6 +216,7 @@ async def test_a_dry_run_orders_nothing(bench: Bench):
         await bench.want(PrefillWorker=2)
         await eventually(lambda: running.facts["hold"] == "dry run")
         await eventually(lambda: running.facts["held"])
+        assert {role["state"] for role in running.facts["roles"]} == {"hold"}
         place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
         shown = planner.as_text(await planner.look(bench.store, place))
         assert "would do: PrefillWorker +1" in shown
@@ -259,7 +261,9 @@ async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: 
             await planner.check_options(bench.store, place, {"decode-min": 4})
 
 
-async def test_what_cannot_be_reached_is_shown_and_can_be_unset(bench: Bench):
+async def test_what_cannot_be_reached_is_shown_and_given_up_by_setting_the_present_number(
+    bench: Bench,
+):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     bench.supervisor.devices_each = 1
     bench.supervisor.devices_free = 0
@@ -275,13 +279,11 @@ async def test_what_cannot_be_reached_is_shown_and_can_be_unset(bench: Bench):
         # Numbers that are not reached yet count as well as the present ones.
         with pytest.raises(ConfigError, match="9 devices together, and budget-devices is 8"):
             await planner.set_counts(bench.store, place, {D: 6})
-        with pytest.raises(ConfigError, match="VllmWorker: no number is set; set: PrefillWorker"):
-            await planner.unset_counts(bench.store, place, [D])
         await planner.set_counts(bench.store, place, {D: 2})
-        assert await planner.unset_counts(bench.store, place, [P]) == {P: 3}
-        assert (await bench.wanted()).manual == {D: 2}
+        await planner.set_counts(bench.store, place, {P: 1})
+        await eventually(lambda: running.facts["manual"] == {D: 2})
         await eventually(lambda: "an operator" not in _reason(running, P))
-        assert await planner.unset_counts(bench.store, place, []) == {D: 2}
+        await planner.set_counts(bench.store, place, {D: 1})
         await eventually(lambda: running.facts["manual"] == {})
     assert bench.supervisor.orders == []
 

@@ -26,7 +26,8 @@ def counts(graph: Serving) -> tuple[int, int, int]:
 def want(graph: Serving, count: int, component: str = "Back", lease: int = 0) -> SupervisorReply:
     """lease: of the one to remove."""
     version = ask(graph, Counts()).version
-    order = Want(component=component, count=count, lease_id=lease, version=version)
+    leases = (lease,) if lease else ()
+    order = Want(component=component, count=count, leases=leases, version=version)
     return ask(graph, order)
 
 
@@ -89,7 +90,7 @@ def test_one_that_cannot_be_started_is_given_up_and_one_that_crashes_is_removed_
         graph.when("Back-0", lambda p: p["state"] == "backoff")
         down = invoke("scale", "Back=1", "--state-dir", str(state))
         assert down.returncode == 0, down.stderr
-        assert "one less: one that does not serve" in down.stdout
+        assert down.stdout.splitlines()[0] == "Back: -1"
         left = graph.processes()
         assert left["Back-0"]["state"] == "stopped"
         assert ready(left["Back-1"]) and left["Back-1"]["pid"] == after["Back-1"]["pid"]
@@ -187,10 +188,14 @@ def test_orders_that_are_refused(tmp_path: Path):
         assert old.stale and old.version == 3
         with raw(tmp_path) as (connection, answers):
             connection.sendall(
-                b'{"type":"want","component":"Back","count":2,"version":3,"env":{}}\nnoise\n'
+                b'{"type":"want","component":"Back","count":2,"version":3,"env":{}}\n'
             )
             assert b"not a request" in answers.readline()
+            assert answers.readline() == b"", "one request for each connection"
+        with raw(tmp_path) as (connection, answers):
+            connection.sendall(b"noise\n")
             assert b"not a request" in answers.readline()
+        with raw(tmp_path) as (connection, answers):
             # Too long a line costs the connection only.
             connection.sendall(b"x" * (70 << 10))
             assert answers.readline() == b""
@@ -240,4 +245,6 @@ def test_no_orders_before_the_graph_is_ready_and_a_start_is_cancelled(tmp_path: 
         assert not want(graph, 1).error
         graph.when("Back-1", lambda p: p["state"] == "stopped")
         assert counts(graph) == (0, 1, 0)
-        assert want(graph, 0).error == "Back: no process is starting"
+        lease = graph.processes()["Back-0"]["lease"]
+        refused = f"Back: no other process is starting or was named; leases: {lease}"
+        assert want(graph, 0).error == refused

@@ -3,7 +3,7 @@ as Kubernetes does, which decides by itself which worker ends."""
 
 import asyncio
 import contextvars
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -113,12 +113,10 @@ class SimSupervisor:
         """Raises Refused."""
         while (number := self.number(order.component)) < order.count:
             self.add(who, order.component)
-        for _ in range(number - order.count):
-            worker = self.find(order.component, order.lease_id)
-            if worker.phase not in ("starting", "ready"):
-                return
-            self.watcher.removing(who, worker)
-            self.end(worker)
+        for worker in self.to_end(order.component, number - order.count, order.leases):
+            if worker.phase in ("starting", "ready"):
+                self.watcher.removing(who, worker)
+                self.end(worker)
 
     def number(self, component: str) -> int:
         """Of its workers, without draining ones."""
@@ -138,19 +136,24 @@ class SimSupervisor:
         self.keep(component, self._world.open_slot(name))
         self.watcher.added(component)
 
-    def find(self, component: str, lease_id: int) -> Worker:
-        """Raises Refused. lease_id: 0 for one that was never ready, or has crashed."""
+    def to_end(self, component: str, number: int, leases: Sequence[int]) -> list[Worker]:
+        """As `Fleet.to_retire`."""
+        if number <= 0:
+            return []
         workers = self._workers[component]
-        if lease_id:
-            for one in workers:
-                if lease_id in (one.lease_id, one.last_lease):
-                    return one
-            raise Refused(f"{component}: no process has lease {lease_id:x}", elsewhere=False)
-        crashed = [one for one in workers if one.phase == "ready" and not one.lease_id]
-        starting = [one for one in workers if one.phase == "starting"]
-        if not (found := starting or crashed):
+        found = [one for one in reversed(workers) if one.phase == "starting"]
+        found += [one for one in reversed(workers) if one.phase == "ready" and not one.lease_id]
+        found += [self.named(component, lease) for lease in leases]
+        if len(found) < number:
             raise Refused(f"{component}: no process is starting", elsewhere=False)
-        return found[-1]
+        return found[:number]
+
+    def named(self, component: str, lease_id: int) -> Worker:
+        """Raises Refused."""
+        for one in self._workers[component]:
+            if lease_id in (one.lease_id, one.last_lease):
+                return one
+        raise Refused(f"{component}: no process has lease {lease_id:x}", elsewhere=False)
 
     def end(self, worker: Worker) -> None:
         """Drains it; it is not started again."""
@@ -214,7 +217,7 @@ class SimPods:
         await self._way()
         if victim is not None:
             # The pod is still preferred when its container was restarted.
-            self._supervisor.find(component, victim.lease_id).preferred = True
+            self._supervisor.named(component, victim.lease_id).preferred = True
             await self._way()
         number = self._supervisor.number(component)
         if number not in (count, self._seen.get(component)):

@@ -9,8 +9,8 @@ from dynamo_lite.planner.policy.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.memory import Change, Proposal
-from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, Proposal, begun, plan
+from dynamo_lite.planner.policy.role import Change
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 
@@ -59,7 +59,6 @@ class World:
             roles=roles if self.reachable else {},
             prefill=self.prefill,
             decode=self.decode,
-            hold=self.hold,
             manual=self.manual,
         )
 
@@ -87,7 +86,7 @@ class World:
         for pool in self.pools.values():
             self._pass_time(pool)
         self.memory, proposal = plan(self.memory, self.seen(), self.limits, self.now)
-        for action in proposal.actions:
+        for action in () if self.hold else proposal.actions:
             self._do(action)
         return proposal
 
@@ -105,7 +104,7 @@ class World:
             return
         pool = self.pools[change.role]
         self.memory = begun(self.memory, change)
-        if change.withdraws:
+        if change.kind == "withdraw":
             assert len(pool.starting) == -change.by
             pool.starting = []
             return

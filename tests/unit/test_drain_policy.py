@@ -10,9 +10,7 @@ from dynamo_lite.cli.drain import _Watch
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.policy.drain import (
     Leaving,
-    NoVictim,
-    Safe,
-    Unsafe,
+    Safety,
     Victim,
     WorkerSeen,
     safe,
@@ -33,7 +31,7 @@ def candidate(
 
 def chosen(*candidates: WorkerSeen, **options: Any) -> int | None:
     found = victim(candidates, **options)
-    return found.record.lease_id if isinstance(found, Victim) else None
+    return None if found.record is None else found.record.lease_id
 
 
 def test_the_least_busy_and_of_equal_ones_the_youngest():
@@ -41,7 +39,7 @@ def test_the_least_busy_and_of_equal_ones_the_youngest():
     second = endpoint_record(2, started_at=0.0)
     assert found == Victim(record=second, reason="least busy of 3: 1 in flight")
     found = victim([candidate(1, started_at=5.0), candidate(2, started_at=9.0), candidate(3, 1)])
-    reason = "youngest of the least busy of 3: 0 in flight"
+    reason = "least busy of 3: 0 in flight"
     assert found == Victim(record=endpoint_record(2, started_at=9.0), reason=reason)
 
 
@@ -58,7 +56,7 @@ def test_the_last_one_that_can_work_stays():
     # The broken one goes, and the other one stays.
     assert chosen(candidate(1, 5), candidate(2, serves=False)) == 2
     assert chosen(candidate(1, serves=False), candidate(2, serves=False)) is None
-    assert isinstance(victim([], force=True), NoVictim)
+    assert victim([], force=True).record is None
 
 
 def test_those_that_may_not_be_chosen_count_among_those_that_stay():
@@ -83,7 +81,7 @@ def test_the_choice_does_not_depend_on_the_order_and_is_the_least_busy():
         ]
         found = victim(some)
         assert found == victim(rng.sample(some, len(some)))
-        if isinstance(found, Victim):
+        if found.record is not None:
             [gone] = [one for one in some if one.lease_id == found.record.lease_id]
             assert any(one.serves for one in some if one is not gone)
             others = [one for one in some if one.serves == gone.serves]
@@ -105,7 +103,7 @@ IDLE_D = Leaving(role=Role.DECODE, lease_id=D, listed=False, unlisted_at=8, in_f
 NOBODY = {D: (frozenset[int](), 11.0)}
 
 
-def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> Safe | Unsafe:
+def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> Safety:
     return safe(leaving, writers, now=now, landed_s=60.0)
 
 
@@ -116,34 +114,34 @@ def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_li
 
 @pytest.mark.parametrize("leaving", [IDLE_P, IDLE_D])
 def test_safe_only_when_nothing_is_missing(leaving: Leaving):
-    assert isinstance(judged(leaving), Safe)
-    assert judged(replace(leaving, listed=True)) == Unsafe(
-        reason="it is still listed: it may get work"
+    assert judged(leaving).safe
+    assert judged(replace(leaving, listed=True)) == Safety(
+        safe=False, reason="it is still listed: it may get work"
     )
-    assert isinstance(judged(replace(leaving, in_flight=2, idle_at=None)), Unsafe)
-    assert isinstance(judged(replace(leaving, in_flight=None, idle_at=None)), Unsafe)
-    assert isinstance(judged(leaving, {}), Safe if leaving.role is Role.PREFILL else Unsafe)
-    assert isinstance(judged(leaving, {D: None}), Unsafe)
+    assert not judged(replace(leaving, in_flight=2, idle_at=None)).safe
+    assert not judged(replace(leaving, in_flight=None, idle_at=None)).safe
+    assert judged(leaving, {}).safe is (leaving.role is Role.PREFILL)
+    assert not judged(leaving, {D: None}).safe
     # What was said before it was idle may have changed since.
-    assert isinstance(judged(leaving, {D: (frozenset(), 9.0)}), Unsafe)
-    assert isinstance(judged(replace(leaving, ended=True, listed=True)), Safe)
+    assert not judged(leaving, {D: (frozenset(), 9.0)}).safe
+    assert judged(replace(leaving, ended=True, listed=True)).safe
 
 
 def test_idle_alone_is_not_safe():
     """A write may still be under way into blocks that would be used again."""
     found = judged(IDLE_P, {D: (frozenset({P}), 11.0), 6: (frozenset(), 11.0)})
-    assert found == Unsafe(reason="attempts that it may write: of 5")
-    assert isinstance(judged(IDLE_P, {D: (frozenset({8}), 11.0)}), Safe)
+    assert found == Safety(safe=False, reason="attempts that it may write: of 5")
+    assert judged(IDLE_P, {D: (frozenset({8}), 11.0)}).safe
     found = judged(IDLE_D, {D: (frozenset({P, 8}), 11.0)})
-    assert found == Unsafe(reason="2 writers may still write into its blocks")
+    assert found == Safety(safe=False, reason="2 writers may still write into its blocks")
 
 
 def test_time_makes_a_prefill_worker_safe_and_no_decode_worker():
     busy = replace(IDLE_P, in_flight=1, idle_at=None)
-    assert isinstance(judged(busy, now=68.0), Unsafe)
-    assert isinstance(judged(busy, now=68.1), Safe)
+    assert not judged(busy, now=68.0).safe
+    assert judged(busy, now=68.1).safe
     busy = replace(IDLE_D, in_flight=1, idle_at=None)
-    assert isinstance(judged(busy, now=1e6), Unsafe)
+    assert not judged(busy, now=1e6).safe
 
 
 def test_what_is_safe_to_kill_stays_so_until_it_has_work_again():

@@ -99,7 +99,7 @@ def test_what_is_refused_changes_nothing():
     with pytest.raises(Refused, match="no service of this graph that can be scaled"):
         world.fleet.add("Frontend")
     with pytest.raises(Refused):
-        world.fleet.to_retire(P, 12345)
+        world.fleet.to_retire(P, 99, [12345])
     world.unwritable = True
     with pytest.raises(Refused, match="PrefillWorker: its files cannot be written"):
         world.fleet.add(P)

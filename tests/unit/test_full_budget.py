@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.memory import Proposal
+from dynamo_lite.planner.policy.planner import Proposal
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 

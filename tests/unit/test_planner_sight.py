@@ -10,9 +10,8 @@ from dynamo_lite.cli import drain
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.observation import Observation, Observed
 from dynamo_lite.planner.planner import Planner
-from dynamo_lite.planner.policy.drain import Safe, Unsafe
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.planner.policy.memory import Change
+from dynamo_lite.planner.policy.role import Change
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
 from dynamo_lite.runtime.overview.metrics import Samples
@@ -203,7 +202,7 @@ def test_own_starts_hide_no_worker_of_another_supervisor(
 
 
 def test_no_order_follows_a_pause():
-    change = Change(role=Role.DECODE, by=1, reason="")
+    change = Change(role=Role.DECODE, kind="add", by=1, reason="")
     with pytest.raises(Unavailable, match="paused"):
         planner_of()._decided(WantedRecord(paused=""), change, 3)
 
@@ -232,11 +231,11 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     monkeypatch.setattr(drain, "members", members)
     monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now))
     leaving = drain._Watch(Place(etcd_url="", namespace="n"), endpoint_record(7, D), print)
-    assert isinstance(await leaving._look(), Safe)
+    assert (await leaving._look()).safe
     facts["in_flight"], now = 1, 20.0
-    assert isinstance(await leaving._look(), Unsafe)
+    assert not (await leaving._look()).safe
     # Its ledger was asked before it became idle again: that says nothing.
     facts["in_flight"], now, asked_age_s = 0, 30.0, 5.0
-    assert isinstance(await leaving._look(), Unsafe)
+    assert not (await leaving._look()).safe
     now, asked_age_s = 40.0, 5.0
-    assert isinstance(await leaving._look(), Safe)
+    assert (await leaving._look()).safe

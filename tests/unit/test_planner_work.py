@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
-from dynamo_lite.planner.policy.memory import PlannerMemory
-from dynamo_lite.planner.policy.planner import plan
+from dynamo_lite.planner.policy.planner import PlannerMemory, plan
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts

@@ -32,16 +32,9 @@ class WorkerSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The worker to remove."""
+    """The worker to remove; None: none may be."""
 
-    record: EndpointRecord
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoVictim:
-    """No worker may be removed."""
-
+    record: EndpointRecord | None = None
     reason: str
 
 
@@ -50,7 +43,7 @@ def victim(
     *,
     among: Container[int] | None = None,
     force: bool = False,
-) -> Victim | NoVictim:
+) -> Victim:
     """A worker that cannot work, or else the least busy one; of equal ones the youngest.
 
     workers: all of a role. among: the leases that may be chosen; None: all. force: allow even the
@@ -58,27 +51,19 @@ def victim(
     """
     ranked = sorted(
         (one for one in workers if among is None or one.lease_id in among),
-        key=lambda one: (*_rank(one), -one.record.started_at, one.lease_id),
+        key=lambda one: (
+            *(one.serves, one.in_flight is None, one.in_flight or 0),
+            *(-one.record.started_at, one.lease_id),
+        ),
     )
     if not ranked:
-        return NoVictim(reason="there is no worker")
+        return Victim(reason="there is no worker")
     chosen = ranked[0]
     if not force and not any(one.serves for one in workers if one is not chosen):
-        return NoVictim(reason="no other worker of this role could work")
-    how = "least busy"
-    if len(ranked) > 1 and _rank(ranked[1]) == _rank(chosen):
-        how = "youngest of the least busy"
-    return Victim(record=chosen.record, reason=f"{how} of {len(ranked)}: {_state(chosen)}")
-
-
-def _rank(one: WorkerSeen) -> tuple[bool, bool, int]:
-    return one.serves, one.in_flight is None, one.in_flight or 0
-
-
-def _state(one: WorkerSeen) -> str:
-    if not one.serves:
-        return "it cannot work now"
-    return "what it runs is not known" if one.in_flight is None else f"{one.in_flight} in flight"
+        return Victim(reason="no other worker of this role could work")
+    state = f"{'?' if chosen.in_flight is None else chosen.in_flight} in flight"
+    state = state if chosen.serves else "it cannot work now"
+    return Victim(record=chosen.record, reason=f"least busy of {len(ranked)}: {state}")
 
 
 # When it may be killed
@@ -108,14 +93,9 @@ Writers = Mapping[int, tuple[frozenset[int], float] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Safe:
-    """Its end costs no request and harms no memory that is in use."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unsafe:
+class Safety:
+    #: Whether its end costs no request and harms no memory that is in use.
+    safe: bool
     reason: str
 
 
@@ -128,7 +108,7 @@ def written_s(grace_s: float, lease_ttl_s: float) -> float:
     return max(grace_s, lease_ttl_s) + lease_ttl_s
 
 
-def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safe | Unsafe:
+def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safety:
     """Whether a leaving worker may be killed.
 
     An idle prefill worker may still have a write in flight, and its death does not stop a write
@@ -139,13 +119,15 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> 
     landed_s: see `written_s`.
     """
     if leaving.ended:
-        return Safe(reason="its process has ended")
+        return Safety(safe=True, reason="its process has ended")
     if not (why := _danger(leaving, writers)):
-        return Safe(reason="it has no work, and no write into or from its memory is awaited")
+        return Safety(
+            safe=True, reason="it has no work, and no write into or from its memory is awaited"
+        )
     gone_at = leaving.unlisted_at
     if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
-        return Safe(reason=f"its lease is gone for {landed_s:g} s: none of its writes can land")
-    return Unsafe(reason=why)
+        return Safety(safe=True, reason=f"its lease is gone for {landed_s:g} s: no write can land")
+    return Safety(safe=False, reason=why)
 
 
 def _danger(leaving: Leaving, writers: Writers) -> str:

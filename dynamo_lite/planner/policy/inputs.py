@@ -110,7 +110,5 @@ class Seen:
     roles: Mapping[Role, RoleSeen] = field(default_factory=dict[Role, RoleSeen])
     prefill: PrefillLoad = field(default_factory=PrefillLoad)
     decode: DecodeLoad = field(default_factory=DecodeLoad)
-    #: Why the planner must not act; empty if it may.
-    hold: str = ""
     #: Numbers that an operator has set and that are not reached yet.
     manual: Mapping[Role, int] = field(default_factory=dict[Role, int])

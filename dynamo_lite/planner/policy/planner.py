@@ -1,8 +1,8 @@
 """Chooses the numbers of prefill and decode workers. Pure: values in, a proposal out.
 
 `plan` is called every tick with what is seen (`inputs.py`) and with its own memory of the ticks
-before (`memory.py`); `begun` adds to it what was done of the proposal. How many workers a load
-needs is `needs.py`. When a need becomes an order is `step.py`; the budget of all roles is here:
+before; `begun` adds to it what was done of the proposal. How many workers a load needs is
+`needs.py`. When a need becomes an order is `role.py`; the budget of all roles is here:
 
 - More workers: needed in two ticks in a row; at most half as many again, or four.
 - Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
@@ -17,18 +17,11 @@ needs is `needs.py`. When a need becomes an order is `step.py`; the budget of al
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
-from dynamo_lite.planner.policy.memory import (
-    Change,
-    PlannerMemory,
-    Proposal,
-    RoleMemory,
-    RolePlan,
-)
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
-from dynamo_lite.planner.policy.step import RoleStep, RoleWish
+from dynamo_lite.planner.policy.role import Change, RoleMemory, RolePlan, RoleStep
 from dynamo_lite.planner.policy.work import Work
 from dynamo_lite.protocol.options import PlannerOptions
 
@@ -42,38 +35,68 @@ _BELIEVES, _FORGETS = 0.1, 0.005
 _YOUNG_S = 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """The result of one tick."""
+
+    actions: tuple[Change, ...] = ()
+    roles: Mapping[Role, RolePlan] = field(default_factory=dict[Role, RolePlan])
+
+    @property
+    def reason(self) -> str:
+        """In one line."""
+        if self.actions:
+            return "; ".join(action.reason for action in self.actions)
+        return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerMemory:
+    """Begin with `PlannerMemory()`. A worker may be removed only after a whole down window."""
+
+    #: Of the last tick.
+    at: float | None = None
+    roles: Mapping[Role, RoleMemory] = field(default_factory=dict[Role, RoleMemory])
+    #: Tokens per second of one busy prefill worker, when it was last measured; None: never.
+    prefill_rate: float | None = None
+    #: What requests need.
+    work: Work = field(default_factory=Work)
+
+    def without_windows(self) -> "PlannerMemory":
+        roles = {role: each.without_window() for role, each in self.roles.items()}
+        return replace(self, roles=roles)
+
+
 def plan(
     memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float
 ) -> tuple[PlannerMemory, Proposal]:
     """One tick. now: monotonic seconds."""
     if not seen.roles:
-        held = seen.hold or "the numbers of workers are not known"
-        forgotten = {role: _without_window(memory.role(role)) for role in memory.roles}
-        return replace(memory, at=now, roles=forgotten), Proposal(hold=held)
-    memory = _learnt(memory, seen, limits, now)
+        return replace(memory.without_windows(), at=now), Proposal()
+    if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
+        memory = memory.without_windows()
+    memory = replace(
+        memory,
+        at=now,
+        prefill_rate=_prefill_rate(memory.prefill_rate, seen, limits),
+        work=_worked(memory.work, seen, limits, now),
+    )
     steps: dict[Role, RoleStep] = {}
     for role in (role for role in Role if role in seen.roles):
-        one, need = seen.roles[role], _need(role, memory, seen, limits)
-        noted = _noted(memory.role(role), one, need, limits, now)
-        steps[role] = RoleStep(role, noted, one, need, limits, now)
-    wishes = {role: step.wish(seen.manual.get(role)) for role, step in steps.items()}
-    memories = {role: step.memory for role, step in steps.items()}
+        known = memory.roles.get(role, RoleMemory())
+        need = _need(role, memory, seen, limits)
+        steps[role] = RoleStep(role, known, seen.roles[role], need, limits, now)
+    wishes = {role: step.plan(seen.manual.get(role)) for role, step in steps.items()}
+    memory = replace(memory, roles={role: step.memory for role, step in steps.items()})
     actions, plans = _within_budget(seen, wishes, limits)
-    memory = replace(memory, at=now, roles=memories)
-    if not seen.hold:
-        return memory, Proposal(actions=actions, roles=plans)
-    plans = {role: replace(each, state="hold") for role, each in plans.items()}
-    return memory, Proposal(held=actions, hold=seen.hold, roles=plans)
+    return memory, Proposal(actions=actions, roles=plans)
 
 
-def _learnt(memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float) -> PlannerMemory:
-    """The memory with the rates that this tick shows."""
-    rate = _prefill_rate(memory.prefill_rate, seen, limits)
-    roles = memory.roles
-    if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
-        roles = {role: _without_window(each) for role, each in roles.items()}
-    work = _worked(memory.work, seen, limits, now)
-    return replace(memory, roles=roles, prefill_rate=rate, work=work)
+def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
+    """With a change of the last proposal that was really begun; call it for each of them. A start
+    that was refused counts as begun: it fails."""
+    one = memory.roles.get(change.role, RoleMemory()).begun(change, memory.at or 0.0)
+    return replace(memory, roles={**memory.roles, change.role: one})
 
 
 def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> float | None:
@@ -124,66 +147,28 @@ def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions)
     return prefill_need(seen.prefill, limits, count=count, rate=memory.prefill_rate, work=work)
 
 
-def _without_window(memory: RoleMemory) -> RoleMemory:
-    return replace(memory, known_since=None, needs=(), up_ticks=0)
-
-
-def _noted(
-    memory: RoleMemory, seen: RoleSeen, need: Need, limits: PlannerOptions, now: float
-) -> RoleMemory:
-    """The memory with this tick's number, need and starts."""
-    if memory.count not in (None, seen.count):
-        # Another process has changed it.
-        memory = _without_window(memory)
-    if need.down is None:
-        memory = replace(memory, known_since=None, needs=())
-    else:
-        kept = tuple(
-            (at, number)
-            for at, number in memory.needs
-            if at > now - limits.down_window_s and number > need.down
-        )
-        since = now if memory.known_since is None else memory.known_since
-        memory = replace(memory, known_since=since, needs=(*kept, (now, need.down)))
-    if seen.changed != memory.changed:
-        memory = replace(memory, changed=seen.changed, changed_at=now)
-    return replace(_started(memory, seen, now), count=seen.count)
-
-
-def _started(memory: RoleMemory, seen: RoleSeen, now: float) -> RoleMemory:
-    """With what has become of starts. Those have failed without which there are too few."""
-    if seen.counts.starting:
-        since = now if memory.starting_since is None else memory.starting_since
-        return replace(memory, starting_since=since, expected=max(memory.expected, seen.count))
-    if memory.starting_since is None:
-        return replace(memory, expected=0)
-    if seen.count < memory.expected:
-        return replace(memory.failed(now), expected=0)
-    return replace(memory, starting_since=None, expected=0, failures=0, retry_at=0.0)
-
-
 def _within_budget(
-    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
+    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
 ) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
     """The changes that the budget allows: fewer workers, then more."""
     first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
     granted = _granted(seen, wishes, limits)
-    plans = {role: wish.plan for role, wish in wishes.items()}
+    plans = dict(wishes)
     last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
-            last.append(Change(role=role, by=size, reason=plans[role].reason))
+            last.append(Change(role=role, kind="add", by=size, reason=plans[role].reason))
         elif wish.add:
             said = ""
             if (removal := _makes_room(role, seen, wishes)) is not None:
-                first += [] if removal in first else [removal]
+                first += {removal} - set(first)
                 said = f"a {removal.role.word} worker is removed for it; "
             reason = f"no device is free within the budget; {said}{plans[role].reason}"
             plans[role] = replace(plans[role], reason=reason)
     return (*first, *last), plans
 
 
-def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RoleWish]) -> Change | None:
+def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RolePlan]) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
     borne. Where a worker drains, its device becomes free without another one's removal."""
     drains = any(one.counts.draining for one in seen.roles.values())
@@ -194,7 +179,7 @@ def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RoleWish]) -> Chan
 
 
 def _granted(
-    seen: Seen, wishes: Mapping[Role, RoleWish], limits: PlannerOptions
+    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
 ) -> dict[Role, int]:
     """Workers to add, one for each role in turn, prefill workers first: their lack fills the KV of
     decode workers, too."""
@@ -212,16 +197,3 @@ def _granted(
             granted[role] = granted.get(role, 0) + 1
             taken += each
     return granted
-
-
-def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
-    """With a change of the last proposal that was really begun; call it for each of them. A start
-    that was refused counts as begun: it fails."""
-    one, now = memory.role(change.role), memory.at or 0.0
-    count = (one.count or 0) + change.by
-    one = replace(one, count=count, up_ticks=0)
-    if change.withdraws:
-        one = replace(one.failed(now), expected=0)
-    elif change.by > 0:
-        one = replace(one, starting_since=now, expected=count)
-    return replace(memory, roles={**memory.roles, change.role: one})

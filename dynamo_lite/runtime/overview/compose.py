@@ -163,15 +163,15 @@ def _worker(
 ) -> LiveProcess:
     return LiveProcess(
         component=record.component,
-        instance=_natural(facts, "instance"),
+        instance=natural(facts, "instance"),
         lease=f"{record.lease_id:x}",
         state=state_of(facts),
         model=record.model.rstrip("/").rpartition("/")[2],
-        running=_natural(facts, "running", "jobs", "requests"),
-        waiting=_natural(facts, "waiting"),
+        running=natural(facts, "running", "jobs", "requests"),
+        waiting=natural(facts, "waiting"),
         kv_usage=_kv_usage(facts, samples),
-        kv_tokens=_natural(facts, "kv_tokens"),
-        max_running=_natural(facts, "max_running"),
+        kv_tokens=natural(facts, "kv_tokens"),
+        max_running=natural(facts, "max_running"),
         age_s=round(max(0.0, at - record.started_at), 1) if record.started_at else 0.0,
     )
 
@@ -184,7 +184,7 @@ def _kv_usage(facts: Mapping[str, Any], samples: Samples) -> float | None:
     return None if usage is None or abs(usage) >= _LARGEST else min(max(float(usage), 0.0), 1.0)
 
 
-def _natural(facts: Mapping[str, Any], *names: str) -> int | None:
+def natural(facts: Mapping[str, Any], *names: str) -> int | None:
     """The first of these facts that is a non-negative integer of 64 bits; None without one."""
     values = (facts.get(name) for name in names)
     return next((v for v in values if isinstance(v, int) and 0 <= v < _LARGEST), None)
