@@ -72,16 +72,16 @@ class ForwardParts:
         }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ForwardJob:
     """One request in flight, the client that gets its answer, and the engines that it has tried."""
 
     incoming: Incoming
     request: ClientRequest
     client: Client
-    tried: Tried = field(default_factory=Tried)
     #: For `explain`.
     note: RequestNote
+    tried: Tried = field(default_factory=Tried)
     #: Decode engines that failed.
     failed: int = 0
 

@@ -153,6 +153,19 @@ class Beginning:
         return False
 
 
+async def until_output(response: EngineAnswer) -> bytes:
+    """The first bytes of an answer, in a stream up to its first output. Raises LegFailed, Final."""
+    data = await response.read_some()
+    if not response.is_stream:
+        return data
+    beginning = Beginning()
+    while data and not beginning.over(data):
+        data = await response.read_some()
+    if beginning.error is not None:
+        raise failure(response, beginning.error)
+    return beginning.data
+
+
 class _Event(msgspec.Struct):
     type: str = ""
     choices: list[dict[str, Any]] = []

@@ -143,9 +143,9 @@ class EngineMonitor:
             load = await read_load(self._upstream, engine)
         except LegFailed as exc:
             logger.debug("no load: %s", exc)
-        else:
-            if load is not None:
-                engine.reported(load)
+            return
+        if load is not None:
+            engine.reported(load)
 
 
 class _Model(msgspec.Struct):
@@ -165,10 +165,27 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
     if status != 200:
         raise LegFailed(engine, "check", "broken", f"/health answered {status}")
     if not engine.healthy:
-        await _read_models(upstream, engine)
-    if engine.protocol.query_path and engine.prefills:
-        # Read each time, because the ids change after every restart.
-        await _query(upstream, engine)
+        status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
+        # If the engine requires a key, its record may name the model.
+        engine.models = _model_names(page) or ((engine.model,) if engine.model else ())
+    path, at = engine.protocol.query_path, engine.transfer_address
+    if not path or not engine.prefills:
+        return
+    # Read each time, because the ids change after every restart.
+    status, page = await upstream.fetch(engine, path, within_s=CHECK_S, at=at)
+    try:
+        engine.has_ids(engine_ids(page))
+    except ValueError as exc:
+        text = f"{path} at {host_port(*at)} answered {status}: {exc}"
+        raise LegFailed(engine, "check", "broken", text) from exc
+
+
+def _model_names(page: bytes) -> tuple[str, ...]:
+    """Of the answer to `/v1/models`; empty for an error."""
+    try:
+        return tuple(model.id for model in msgspec.json.decode(page, type=_Models).data)
+    except msgspec.DecodeError:
+        return ()
 
 
 async def read_load(upstream: Upstream, engine: KnownEngine) -> StockEngineLoad | None:
@@ -185,25 +202,3 @@ async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
     except LegFailed as exc:
         return exc.answered
     return True
-
-
-async def _read_models(upstream: Upstream, engine: KnownEngine) -> None:
-    """If the engine requires a key, its record may name the model."""
-    status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-    try:
-        found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])
-    except msgspec.DecodeError:
-        found = _Models([])
-    named = (engine.model,) if engine.model else ()
-    engine.models = tuple(model.id for model in found.data) or named
-
-
-async def _query(upstream: Upstream, engine: KnownEngine) -> None:
-    path, at = engine.protocol.query_path, engine.transfer_address
-    status, page = await upstream.fetch(engine, path, within_s=CHECK_S, at=at)
-    try:
-        if status != 200:
-            raise ValueError(f"status {status}")
-        engine.has_ids(engine_ids(page))
-    except ValueError as exc:
-        raise LegFailed(engine, "check", "broken", f"{path} at {host_port(*at)}: {exc}") from exc

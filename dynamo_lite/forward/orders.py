@@ -8,7 +8,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
+from dynamo_lite.forward.events import LIMIT_BYTES, EventReader, until_output
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, PrefillAnswer
@@ -58,10 +58,12 @@ async def serial(one: RequestAttempt) -> None:
     one.sent(prefill)
     engine = _decode_engine(one)
     handoff = protocol.extract(answer)
+    # On other routes the first token may end the sequence, and nothing is left to hand over.
+    if handoff is not None or one.job.request.route in MIN_TOKENS_ROUTES:
+        prefill.handed(handoff is not None)
     if handoff is None:
-        _handed_nothing(one)
+        logger.info("engine %s has handed nothing over", prefill.name)
         return await _alone(one, engine, ("alone", "no_handoff"))
-    prefill.empty_legs = 0
     second = protocol.decode(one.job.request.body, one.ids, handoff)
     one.lets_go = True
     with engine.leg(0) as computed:
@@ -81,6 +83,7 @@ async def parallel(one: RequestAttempt) -> None:
         """The decode engine may take over the KV after the leg's end."""
         ends = prefill.ends
         await _checked_prefill(one, streams=protocol.prefill_streams and stream)
+        prefill.handed(True)
         one.stays(ends, streams=stream)
 
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
@@ -111,9 +114,8 @@ async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> Pre
     engine.asked()
     answer = await one.prefilled(streams=streams)
     misfit = protocol.mismatch(answer)
-    if engine.answered(misfit):
-        logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)
     if misfit:
+        engine.unfit(misfit)
         raise LegFailed(engine, "prefill", "mismatch", misfit)
     if protocol.learn is None:
         return answer
@@ -123,14 +125,6 @@ async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> Pre
         text = "another process or data-parallel rank has answered, or nothing was handed over"
         raise LegFailed(engine, "prefill", "unpaired", text)
     return answer
-
-
-def _handed_nothing(one: RequestAttempt) -> None:
-    prefill = one.prefill
-    logger.info("engine %s has handed nothing over", prefill.name)
-    # On other routes the first token may end the sequence, and nothing is left to hand over.
-    if one.job.request.route in MIN_TOKENS_ROUTES and prefill.handed_nothing():
-        logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
 
 
 async def _relay(
@@ -164,7 +158,7 @@ async def first_token(one: RequestAttempt) -> None:
             async with asyncio.timeout(one.parts.config.prefill_timeout_s):
                 await _first_tokens(one, prefilling, decoding, merge, first)
             computed()
-            prefill.answered("")
+            prefill.handed(True)
             one.sent(prefill)
             one.stays(ends, streams=True)
             await _other_tokens(one, await decoding, merge, second)
@@ -217,17 +211,7 @@ async def _other_tokens(
     one: RequestAttempt, response: EngineAnswer, merge: FirstTokenMerge, leg: Leg
 ) -> None:
     """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
-    reader = EventReader(response)
-    events = await _until_output(reader)
+    reader = EventReader(response, begun=await until_output(response))
     response.shown = True
-    while events:
+    while events := await reader.next():
         await one.job.client.write(merge.from_decode(leg.shows(events)))
-        events = await reader.next()
-
-
-async def _until_output(reader: EventReader) -> bytes:
-    """The events of the decode leg up to its first output. Raises LegFailed."""
-    beginning = Beginning()
-    while (events := await reader.next()) and not beginning.over(events):
-        pass
-    return beginning.data

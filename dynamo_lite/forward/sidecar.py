@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import Answer, error
-from dynamo_lite.forward.engines import KnownEngine, engine_tls
+from dynamo_lite.forward.engines import KnownEngine, engine_trust
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
@@ -103,7 +103,7 @@ class Sidecar:
         config, own, enter = self._config, self._config.forwarder, self._stack.enter_async_context
         tls = server_tls(own)
         # Read at the start, so that a mistake in it is reported before the first request.
-        engine_tls(config.prefillers)
+        engine_trust(config.prefillers)
         sock = bind(own.host, own.port)
         self._stack.callback(sock.close)
         port = sock.getsockname()[1]

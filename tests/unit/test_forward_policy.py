@@ -16,7 +16,7 @@ from dynamo_lite.forward.choosing import (
     no_prefill_reason,
     text_chain,
 )
-from dynamo_lite.forward.discovery import Joined, sort_out
+from dynamo_lite.forward.discovery import sort_out
 from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
@@ -205,13 +205,13 @@ def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     assert one.passed() and one.failed("refused", at_once=True)
 
 
-def test_an_identity_that_comes_back_is_another_rank_s():
+def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
     one = engine("prefill", "nixl-push")
     first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
-    for identity in (first, None, first, second, second):
+    for identity in (first, None, first):
         one.learned(identity)
         assert (one.varies, one.peer.identity) == (False, identity)
-    one.learned(first)
+    one.learned(second)
     assert one.varies and one.peer.identity is None
     assert one.protocol.order_for(one.peer) == "serial"
     one.forget()
@@ -325,7 +325,7 @@ def test_joined_engines_are_sorted_out():
     usable, unused = sort_out(records, ["10.0.0.9:80"], ForwarderConfig())
     options = EngineOptions(url="http://10.0.0.3:80", role="decode")
     # The one that was there first.
-    assert usable == {"10.0.0.3:80": Joined(options, "m", "2")}
+    assert usable == {"10.0.0.3:80": (options, records[2])}
     assert {key: why.reason for key, why in unused.items()} == {
         ("10.0.0.3:80", "3"): "twice",
         ("10.0.0.9:80", "4"): "twice",
