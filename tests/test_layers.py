@@ -62,7 +62,7 @@ BUDGET = {
     "dynamo_lite/request_plane": 2_065,
     "dynamo_lite/disagg": 6_999,
     "dynamo_lite/vllm": 6_284,
-    "dynamo_lite/forward": 5_164,
+    "dynamo_lite/forward": 5_161,
     "dynamo_lite/planner": 2_158,
     "dynamo_lite/serve": 6_044,
     "dynamo_lite/cli": 2_955,

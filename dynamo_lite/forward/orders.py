@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
@@ -11,7 +12,7 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import LIMIT_BYTES, EventReader, until_output
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, LegOrder, PrefillAnswer
 from dynamo_lite.forward.relay import break_off, relay
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -77,6 +78,9 @@ async def parallel(one: RequestAttempt) -> None:
     succeeded, because without its KV they are worthless."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     stream = one.job.request.stream
+    # The legs of a tool call cannot be joined: each engine draws an id for it.
+    if protocol.first_token_from_prefill and stream and "tools" not in one.job.request.body:
+        return await _first_token(one)
     second = protocol.decode(one.job.request.body, one.ids, None)
 
     async def prefilled() -> None:
@@ -144,8 +148,8 @@ async def _relay(
     await relay(one.job.client, response, leg, on_first)
 
 
-async def first_token(one: RequestAttempt) -> None:
-    """Both legs at once. The first token comes from the prefill engine, and all others from the
+async def _first_token(one: RequestAttempt) -> None:
+    """The first token comes from the prefill engine, and all others from the
     decode engine: `first_token.py` joins them."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     body, client = one.job.request.body, one.job.client
@@ -215,3 +219,10 @@ async def _other_tokens(
     response.shown = True
     while events := await reader.next():
         await one.job.client.write(merge.from_decode(leg.shows(events)))
+
+
+ORDERS: Mapping[LegOrder, Callable[[RequestAttempt], Coroutine[Any, Any, None]]] = {
+    "serial": serial,
+    "parallel": parallel,
+    "single": single,
+}

@@ -8,8 +8,7 @@ sends its legs, and `protocols/` has the handover protocols.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
@@ -18,7 +17,7 @@ from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried
-from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
+from dynamo_lite.forward.protocols.base import HandoverAttempt
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import ForwardAttempt
 
@@ -28,7 +27,6 @@ _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
 #: Takes HOST:PORT of each. Raises Final.
 NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
-LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
@@ -108,26 +106,14 @@ class Forwarding:
         """Raises LegFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
         placement, ids = self._parts.placer.place(job.request, job.tried), None
         noted = ForwardAttempt(alone=placement.alone, choices=placement.choices)
-        order: LegsInOrder = orders.alone
+        order = orders.alone
         if placement.prefill is not None:
             ids = self._ids(job, placement)
-            noted.order = kind = self._protocol.order_for(ids.prefill)
-            order = self._order(job, kind)
+            noted.order = self._protocol.order_for(ids.prefill)
+            order = orders.ORDERS[noted.order]
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
         async with RequestAttempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
-
-    def _order(self, job: ForwardJob, order: LegOrder) -> LegsInOrder:
-        match order:
-            case "serial":
-                return orders.serial
-            case "single":
-                return orders.single
-            case "parallel":
-                # The legs of a tool call cannot be joined: each engine draws an id for it.
-                first = self._protocol.first_token_from_prefill and job.request.stream
-                first = first and "tools" not in job.request.body
-                return orders.first_token if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
         assert placement.prefill is not None
