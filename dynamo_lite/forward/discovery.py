@@ -83,7 +83,7 @@ class Discovery:
                 engine = engines.add(options, lease=lease, model=record.model)
                 logger.info("engine %s (%s) has joined, lease %s", name, options.role, lease)
                 self._joined[name] = engine
-                self._parts.monitor.follow(engine)
+                engines.follow(engine)
             # Another `join` process may represent the engine now, because the earlier process was
             # killed.
             self._joined[name].lease = lease
@@ -96,4 +96,3 @@ class Discovery:
         logger.info("engine %s (%s) has left", engine.name, engine.options.role)
         self._engines.remove(engine)
         self._parts.placer.forget(engine)
-        self._parts.monitor.compare()

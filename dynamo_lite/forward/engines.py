@@ -1,11 +1,10 @@
-"""The engines behind a Forwarder: the state of each one, and which may take a leg."""
+"""What is known of one stock engine: its state, its load, and whether it may take a leg."""
 
-import itertools
 import logging
 import math
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -271,37 +270,6 @@ class Unused:
     role: str
     reason: str
     trouble: str
-
-
-class KnownEngines:
-    """The engines of one Forwarder: those of its configuration and those that have joined."""
-
-    def __init__(self, options: Sequence[EngineOptions], protocol: ForwardProtocol):
-        self.all: tuple[KnownEngine, ...] = ()
-        #: Why joined engines are not used, by name and lease.
-        self.unused: dict[tuple[str, str], Unused] = {}
-        self.protocol = protocol
-        self._numbers = itertools.count()
-        for one in options:
-            self.add(one)
-
-    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
-        engine = KnownEngine(next(self._numbers), options, self.protocol, lease=lease, model=model)
-        self.all = (*self.all, engine)
-        return engine
-
-    def remove(self, engine: KnownEngine) -> None:
-        """The engine gets no new leg. Its open legs continue."""
-        engine.left = True
-        self.all = tuple(one for one in self.all if one is not engine)
-
-    def rivals(self, engine: KnownEngine) -> bool:
-        """Whether another engine may take its legs."""
-        return any(
-            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
-            for one in self.all
-            if one is not engine
-        )
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label

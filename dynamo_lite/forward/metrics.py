@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.forward.engines import KnownEngines
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.placing import Placer
 
 

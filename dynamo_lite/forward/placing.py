@@ -12,7 +12,8 @@ from dynamo_lite.forward.choosing import (
     text_chain,
     tokens_of,
 )
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice

@@ -74,10 +74,10 @@ class NamedPrefillers:
         if len(self._known) > MAX_PREFILLERS:
             parts.engines.remove(self._known.popitem(last=False)[1])
         if parts.protocol.query_path:
-            await parts.monitor.check(engine)
+            await parts.engines.check(engine)
         else:
             engine.passed()
-        parts.monitor.follow(engine)
+        parts.engines.follow(engine)
         return engine
 
 
@@ -100,7 +100,7 @@ class Sidecar:
         port = sock.getsockname()[1]
         parts = ForwardParts(own, by_load=False)
         await enter(parts.upstream)
-        await enter(parts.monitor)
+        await enter(parts.engines)
         if config.metrics_port:
             registry = CollectorRegistry()
             registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))

@@ -17,7 +17,8 @@ from dynamo_lite.forward.choosing import (
     text_chain,
 )
 from dynamo_lite.forward.discovery import sort_out
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
+from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
@@ -146,7 +147,8 @@ def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     listed = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
     config = ForwarderConfig(engines=tuple(listed), **options)
     protocol = PROTOCOLS[config.protocol]
-    engines = KnownEngines(config.engines, protocol)
+    unasked: Any = None
+    engines = KnownEngines(config.engines, protocol, unasked, 1.0, None)
     for one in engines.all:
         one.passed()
     return Placer(engines, config, SentPrompts()), engines
