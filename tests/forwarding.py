@@ -9,8 +9,7 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.engines import KnownEngines
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.http import ForwardServer, reply_of
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
@@ -71,7 +70,6 @@ class Asked:
 class Rig(Asked):
     engines: KnownEngines
     upstream: Upstream
-    monitor: EngineMonitor
     parts: ForwardParts
     forwarding: Forwarding
     placer: Placer
@@ -80,7 +78,7 @@ class Rig(Asked):
     async def check(self) -> None:
         """One check of every engine."""
         for engine in self.engines.all:
-            await self.monitor.check(engine)
+            await self.engines.check(engine)
 
     @property
     def answered(self) -> dict[tuple[str, str], int]:
@@ -157,7 +155,7 @@ async def rig(
         parts = ForwardParts(config)
         engines = parts.engines
         await stack.enter_async_context(parts.upstream)
-        # Its monitor is not entered: a test checks the engines when it means to.
+        # Its engines are not entered: a test checks the engines when it means to.
         forwarding = Forwarding(parts)
         sock = bind("127.0.0.1", 0)
         health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
@@ -172,7 +170,6 @@ async def rig(
             url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
             engines=engines,
             upstream=parts.upstream,
-            monitor=parts.monitor,
             parts=parts,
             forwarding=forwarding,
             placer=parts.placer,

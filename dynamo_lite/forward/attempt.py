@@ -16,10 +16,10 @@ from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
-from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
@@ -42,17 +42,16 @@ _LET_GO_S = 1.0
 
 
 class ForwardParts:
-    """What all attempts use. Its owner enters `upstream` and `monitor`. by_load: whether engines
+    """What all attempts use. Its owner enters `upstream` and `engines`. by_load: whether engines
     are chosen, and not named by clients."""
 
     def __init__(self, config: ForwarderConfig, *, by_load: bool = True):
         self.config, self.protocol = config, PROTOCOLS[config.protocol]
         self.stats, sent = ForwardStats(), SentPrompts()
-        self.engines = engines = KnownEngines(config.engines, self.protocol)
         self.upstream = upstream = Upstream(config.idle_timeout_s)
-        followed = sent if by_load else None
-        self.monitor = EngineMonitor(engines, upstream, config.health_interval_s, followed)
-        self.placer = Placer(engines, config, sent)
+        every_s, followed = config.health_interval_s, sent if by_load else None
+        self.engines = KnownEngines(config.engines, self.protocol, upstream, every_s, followed)
+        self.placer = Placer(self.engines, config, sent)
 
     def facts(self) -> dict[str, Any]:
         """For `/health`."""
@@ -72,16 +71,16 @@ class ForwardParts:
         }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ForwardJob:
     """One request in flight, the client that gets its answer, and the engines that it has tried."""
 
     incoming: Incoming
     request: ClientRequest
     client: Client
-    tried: Tried = field(default_factory=Tried)
     #: For `explain`.
     note: RequestNote
+    tried: Tried = field(default_factory=Tried)
     #: Decode engines that failed.
     failed: int = 0
 
@@ -179,7 +178,7 @@ class RequestAttempt:
                 response.fail(self._vain)
             await response.head()
         except LegFailed as exc:
-            self.parts.monitor.lost(engine, exc)
+            self.parts.engines.lost(engine, exc)
             raise
         status = response.status
         note.head_came(taken, status)

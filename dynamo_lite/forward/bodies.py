@@ -5,8 +5,7 @@ encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,17 +44,14 @@ _PROMPT_FIELDS = {
 }
 
 
-class MalformedBody(Exception):
-    """Not a JSON object. The engine's own error text explains it better."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """A client's request to generate."""
+    """A client's request."""
 
-    route: str
+    #: Empty: it is passed on to one decode engine.
+    route: str = ""
     #: The body without the fields that only a forwarder may set.
-    body: Body
+    body: Body = field(default_factory=Body)
     #: The same as bytes: the client's own if nothing was removed.
     data: bytes
     #: Why it must go to a decode engine alone with any protocol; empty if it need not.
@@ -70,22 +66,19 @@ class ClientRequest:
     prompt: bytes = field(default=b"", repr=False)
 
 
-@contextmanager
-def _not_too_deep() -> Iterator[None]:
+def read(route: str, data: bytes) -> ClientRequest:
+    """route: of a request to generate; empty for any other. What no JSON parser takes for an object
+    is passed on as it is: the engine's own error text explains it better. Raises Final."""
     try:
-        yield
+        body = _parse(data)
+        return ClientRequest(data=data) if body is None else _read(route, body, data)
     except RecursionError as exc:
         # Forbidden fields could not be removed. An engine's parser may read deeper.
         raise Final(error(400, "BadRequestError", "the body is nested too deeply")) from exc
 
 
-@_not_too_deep()
-def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
-    """The body without the fields that only a forwarder may set, also as bytes, and their names.
-
-    Raises Final, and MalformedBody when no JSON parser would accept it.
-    """
-    body = _parse(data)
+def _sanitize(body: Body) -> tuple[str, ...]:
+    """Removes the fields that only a forwarder may set. Returns their names."""
     removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in removed:
         del body[key]
@@ -97,15 +90,14 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
             if _strip(value, path):
                 body[key] = value
                 removed.append(key)
-    if not removed:
-        return body, data, ()
-    return body, msgspec.json.encode(body), tuple(removed)
+    return tuple(removed)
 
 
-@_not_too_deep()
-def read(route: str, data: bytes) -> ClientRequest:
-    """Raises MalformedBody, Final."""
-    body, clean, removed = sanitized(data)
+def _read(route: str, body: Body, data: bytes) -> ClientRequest:
+    removed = _sanitize(body)
+    clean = msgspec.json.encode(body) if removed else data
+    if not route:
+        return ClientRequest(data=clean, removed=removed)
     sequences, batch = _sequences(route, body)
     if sequences > MAX_SEQUENCES:
         text = f"{sequences} sequences in one request; at most {MAX_SEQUENCES}"
@@ -123,36 +115,25 @@ def read(route: str, data: bytes) -> ClientRequest:
     )
 
 
-def _parse(data: bytes) -> Body:
-    if not _is_utf8(data):  # raw values are not checked for it
-        return _parse_leniently(data)
-    try:
-        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as exc:
-        raise MalformedBody(str(exc)) from exc
-    except msgspec.DecodeError:
-        return _parse_leniently(data)
+def _parse(data: bytes) -> Body | None:
+    """None: it is no object.
 
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        return data.isascii() or data.decode() is not None
-    except UnicodeDecodeError:
-        return False
-
-
-def _parse_leniently(data: bytes) -> Body:
-    """Parses what Python's parser accepts beyond the standard (NaN, UTF-16, halves of surrogate
-    pairs).
-
-    Engines use that parser, so a body that only our parser refuses must be cleaned as well.
+    Engines use Python's parser, which accepts more than the standard (NaN, UTF-16, halves of
+    surrogate pairs), so a body that only our parser refuses must be cleaned as well.
     """
     try:
+        data.decode()  # raw values are not checked for it
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+    except ValueError:
+        pass
+    try:
         value = json.loads(data)
-    except ValueError as exc:
-        raise MalformedBody(str(exc)) from exc
+    except ValueError:
+        return None
     if not isinstance(value, dict):
-        raise MalformedBody("expected an object")
+        return None
     # Dumped with escapes, so that all of it is ASCII.
     return {key: msgspec.Raw(json.dumps(inner).encode()) for key, inner in value.items()}
 
@@ -222,8 +203,8 @@ def _prompts(value: Any) -> int:
         return 1
     try:
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    except msgspec.DecodeError as exc:  # NaN, which is no prompt
-        raise MalformedBody(str(exc)) from exc
+    except msgspec.DecodeError:  # NaN, which is no prompt: a decode engine says so
+        return 2
 
 
 def _count(value: Any) -> int | None:

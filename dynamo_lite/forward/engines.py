@@ -1,10 +1,10 @@
-"""The engines behind a Forwarder: the state of each one, and which may take a leg."""
+"""What is known of one stock engine: its state, its load, and whether it may take a leg."""
 
-import itertools
+import logging
 import math
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +16,8 @@ from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
 
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
@@ -94,13 +96,11 @@ class KnownEngine:
     tls: ssl.SSLContext | None = field(init=False)
     #: Where its side of the handover listens.
     transfer_address: tuple[str, int] = field(init=False)
-    #: All identities since the engine became healthy, the newest last.
-    _identities: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
     def __post_init__(self) -> None:
         self.address = self.options.address
         self.name = host_port(*self.address)
-        self.tls = engine_tls(self.options)
+        self.tls = engine_trust(self.options)
         self.transfer_address = self.options.transfer_address(self.protocol.name)
 
     @property
@@ -175,8 +175,8 @@ class KnownEngine:
 
     def forget(self) -> None:
         """Forgets everything that may differ for another process at this address."""
-        self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
-        self.varies, self._identities = False, []
+        self.identity, self.varies = None, False
+        self.other_requests, self.kv_usage = 0, 0.0
         self.misfit, self.empty_legs = "", 0
 
     def asked(self) -> None:
@@ -184,30 +184,27 @@ class KnownEngine:
         if self.misfit:
             self.misfit_at = time.monotonic()
 
-    def answered(self, misfit: str) -> bool:
-        """A prefill leg has ended. Returns whether it gets no others from now on."""
-        known, self.misfit, self.misfit_at = self.misfit, misfit, time.monotonic()
-        return bool(misfit) and not known
+    def unfit(self, why: str) -> None:
+        """Its answer to a prefill leg says why it gets no others now."""
+        if not self.misfit:
+            logger.error("engine %s gets no prefill legs: %s", self.name, why)
+        self.misfit, self.misfit_at = why, time.monotonic()
 
-    def handed_nothing(self) -> bool:
-        """Returns whether it gets no prefill legs from now on."""
-        self.empty_legs += 1
-        if self.empty_legs < EMPTY_LEGS:
-            return False
-        self.misfit, self.misfit_at = _EMPTY, time.monotonic()
-        return self.empty_legs == EMPTY_LEGS
+    def handed(self, something: bool) -> None:
+        """A prefill leg has ended."""
+        self.empty_legs = 0 if something else self.empty_legs + 1
+        if something:
+            self.misfit = ""
+        elif self.empty_legs >= EMPTY_LEGS:
+            self.unfit(_EMPTY)
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
-        """Notes the identity in an answer; None: the answer has none. A restarted process has a
-        new identity. An earlier identity that comes back belongs to another data-parallel rank.
-        Then it is not known which rank takes the next leg."""
-        self.identity = identity
-        if identity is None or (self._identities and identity == self._identities[-1]):
-            return
-        if identity in self._identities:
+        """Notes the identity in an answer; None: the answer has none. One process has one, so
+        another one at an engine that was not seen to end belongs to another data-parallel rank:
+        then it is not known which rank takes the next leg."""
+        if self.identity is not None and identity is not None and identity != self.identity:
             self.varies = True
-            self._identities.remove(identity)
-        self._identities.append(identity)
+        self.identity = identity
 
     def ended(self) -> None:
         self.ends += 1
@@ -244,16 +241,13 @@ class KnownEngine:
             self.legs -= 1
 
 
-def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError."""
-    if not options.secure:
-        return None
-    option = f"{options.url}: ca-file"
-    return check_trust(options.ca_file, option)
+def engine_trust(options: EngineOptions) -> ssl.SSLContext | None:
+    """How its certificate is checked; None: it speaks plain HTTP. Raises ConfigError."""
+    return check_trust(options.ca_file, f"{options.url}: ca-file") if options.secure else None
 
 
 def check_trust(ca_file: str | None, option: str) -> ssl.SSLContext:
-    """How certificates of engines are checked. option: where the file of authorities is named.
+    """option: where the file of authorities is named.
 
     Raises ConfigError when the file cannot be read or is invalid.
     """
@@ -276,48 +270,6 @@ class Unused:
     role: str
     reason: str
     trouble: str
-
-
-class KnownEngines:
-    """The engines of one Forwarder: those of its configuration and those that have joined."""
-
-    def __init__(self, options: Sequence[EngineOptions], protocol: ForwardProtocol):
-        self.all: tuple[KnownEngine, ...] = ()
-        #: Why joined engines are not used, by name and lease.
-        self.unused: dict[tuple[str, str], Unused] = {}
-        self.protocol = protocol
-        self._numbers = itertools.count()
-        for one in options:
-            self.add(one)
-
-    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
-        engine = KnownEngine(next(self._numbers), options, self.protocol, lease=lease, model=model)
-        self.all = (*self.all, engine)
-        return engine
-
-    def remove(self, engine: KnownEngine) -> None:
-        """The engine gets no new leg. Its open legs continue."""
-        engine.left = True
-        self.all = tuple(one for one in self.all if one is not engine)
-
-    def rivals(self, engine: KnownEngine) -> bool:
-        """Whether another engine may take its legs."""
-        return any(
-            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
-            for one in self.all
-            if one is not engine
-        )
-
-    def prefilling(self, without: Collection[int]) -> list[KnownEngine]:
-        return [e for e in self.all if e.can_prefill and e.number not in without]
-
-    def decoding(self, without: Collection[int], *, alone: bool) -> list[KnownEngine]:
-        """alone: for a request without a prefill leg."""
-        return [
-            e
-            for e in self.all
-            if e.usable and (e.decodes_alone if alone else e.decodes) and e.number not in without
-        ]
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label

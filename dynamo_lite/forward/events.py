@@ -123,34 +123,26 @@ def _as_answer(error: bytes) -> Answer | None:
     return Answer(code, {"content-type": "application/json"}, error)
 
 
-class Beginning:
-    """Holds the first events of a stream back.
+async def until_output(response: EngineAnswer) -> bytes:
+    """The first bytes of an answer, in a stream up to its first output.
 
     vLLM's chats, responses and messages begin with events that contain nothing of the answer yet,
     and an engine that could not load the KV says so after them. As long as the client has not got
-    them, another engine can be asked.
+    them, another engine can be asked. Raises LegFailed, Final.
     """
-
-    def __init__(self) -> None:
-        self.data = b""
-        #: The JSON of the event that came in place of the first output, if it is an error.
-        self.error: bytes | None = None
-        self._cutter = EventCutter()
-
-    def over(self, data: bytes) -> bool:
-        """Takes the next bytes. Returns whether the first output, or an error, is among them."""
-        self.data += data
-        if len(self.data) > LIMIT_BYTES:
-            return True
-        for event in split(self._cutter.feed(data)):
-            if not event:
-                continue
+    held = data = await response.read_some()
+    if not response.is_stream:
+        return data
+    cutter = EventCutter()
+    while data and len(held) <= LIMIT_BYTES:
+        for event in filter(None, split(cutter.feed(data))):
             if (error := error_of(event)) is not None:
-                self.error = error
-                return True
+                raise failure(response, error)
             if not _says_nothing(event, payload_of(event)):
-                return True
-        return False
+                return held
+        data = await response.read_some()
+        held += data
+    return held
 
 
 class _Event(msgspec.Struct):

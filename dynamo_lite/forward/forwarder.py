@@ -39,7 +39,7 @@ class Forwarder:
         self._stack.callback(sock.close)
         port = sock.getsockname()[1]
         await enter(parts.upstream)
-        await enter(parts.monitor)
+        await enter(parts.engines)
         if config.discovers:
             check_trust(config.joined_ca_file, "joined-ca-file")
             prefix = names.components_prefix(self._spec.namespace)

@@ -1,7 +1,9 @@
-"""Follows the engines: whether they answer, what they serve, and how busy they are."""
+"""The engines behind a Forwarder: whether they answer, what they serve, and how busy they are."""
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import Self
 
 import msgspec
@@ -10,11 +12,13 @@ from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import (
     FAILURES,
     KnownEngine,
-    KnownEngines,
     StockEngineLoad,
+    Unused,
     parse_load,
 )
 from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.options import EngineOptions
+from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.runtime.address import host_port
@@ -29,8 +33,9 @@ CHECK_S = 5.0
 SILENCE_S = 10.0
 
 
-class EngineMonitor:
-    """Async context manager: checks every engine while it lasts.
+class KnownEngines:
+    """Those of the configuration and those that were added. Async context manager: while it lasts,
+    it checks the ones that it follows.
 
     sent: forgets what an engine that has ended was sent. None: engines are not chosen by it, nor by
     load.
@@ -38,28 +43,46 @@ class EngineMonitor:
 
     def __init__(
         self,
-        engines: KnownEngines,
+        options: Sequence[EngineOptions],
+        protocol: ForwardProtocol,
         upstream: Upstream,
         interval_s: float,
         sent: SentPrompts | None,
     ):
-        self._engines, self._upstream, self._sent = engines, upstream, sent
-        self._interval_s = interval_s
+        self.all: tuple[KnownEngine, ...] = ()
+        #: Why joined engines are not used, by name and lease.
+        self.unused: dict[tuple[str, str], Unused] = {}
+        self.protocol = protocol
+        self._upstream, self._interval_s, self._sent = upstream, interval_s, sent
+        self._numbers = itertools.count()
         self._tasks = OwnedTasks()
         #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
+        for one in options:
+            self.add(one)
 
     async def __aenter__(self) -> Self:
-        for engine in self._engines.all:
+        for engine in self.all:
             self.follow(engine)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.end()
 
+    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
+        engine = KnownEngine(next(self._numbers), options, self.protocol, lease=lease, model=model)
+        self.all = (*self.all, engine)
+        return engine
+
     def follow(self, engine: KnownEngine) -> None:
         """Checks the engine until it has left."""
         self._tasks.start(self._follow(engine), name=f"health of {engine.name}")
+
+    def remove(self, engine: KnownEngine) -> None:
+        """The engine gets no new leg. Its open legs continue."""
+        engine.left = True
+        self.all = tuple(one for one in self.all if one is not engine)
+        self._compare()
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
         """A leg could not be sent: the engine gets no legs until its next check passes.
@@ -74,11 +97,11 @@ class EngineMonitor:
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
             await self.check(engine)
-            if self._sent is not None and engine.healthy and self._engines.rivals(engine):
+            if self._sent is not None and engine.healthy and self._rivals(engine):
                 await self._read_load(engine)
             await asyncio.sleep(self._interval_s)
             if loop.time() > engine.named_until:
-                self._engines.remove(engine)
+                self.remove(engine)
 
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
@@ -96,7 +119,7 @@ class EngineMonitor:
             engine.answered_at = loop.time()
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
-                self.compare()
+                self._compare()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
@@ -121,11 +144,11 @@ class EngineMonitor:
         if count := self._upstream.give_up(engine, "the engine has fallen silent"):
             logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 
-    def compare(self) -> None:
+    def _compare(self) -> None:
         """An engine of another model than the first one that decodes is not used."""
-        if not any(set(engine.models) & set(self._models) for engine in self._engines.all):
+        if not any(set(engine.models) & set(self._models) for engine in self.all):
             self._models = ()  # all engines of that model have left
-        serving = [e for e in self._engines.all if e.healthy]
+        serving = [e for e in self.all if e.healthy]
         if not self._models:
             self._models = next((e.models for e in serving if e.decodes and e.models), ())
         for engine in serving:
@@ -138,14 +161,22 @@ class EngineMonitor:
             if engine.trouble not in ("", known):
                 logger.error("engine %s is not used: %s", engine.name, engine.trouble)
 
+    def _rivals(self, engine: KnownEngine) -> bool:
+        """Whether another engine may take its legs."""
+        return any(
+            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
+            for one in self.all
+            if one is not engine
+        )
+
     async def _read_load(self, engine: KnownEngine) -> None:
         try:
             load = await read_load(self._upstream, engine)
         except LegFailed as exc:
             logger.debug("no load: %s", exc)
-        else:
-            if load is not None:
-                engine.reported(load)
+            return
+        if load is not None:
+            engine.reported(load)
 
 
 class _Model(msgspec.Struct):
@@ -165,10 +196,27 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
     if status != 200:
         raise LegFailed(engine, "check", "broken", f"/health answered {status}")
     if not engine.healthy:
-        await _read_models(upstream, engine)
-    if engine.protocol.query_path and engine.prefills:
-        # Read each time, because the ids change after every restart.
-        await _query(upstream, engine)
+        status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
+        # If the engine requires a key, its record may name the model.
+        engine.models = _model_names(page) or ((engine.model,) if engine.model else ())
+    path, at = engine.protocol.query_path, engine.transfer_address
+    if not path or not engine.prefills:
+        return
+    # Read each time, because the ids change after every restart.
+    status, page = await upstream.fetch(engine, path, within_s=CHECK_S, at=at)
+    try:
+        engine.has_ids(engine_ids(page))
+    except ValueError as exc:
+        text = f"{path} at {host_port(*at)} answered {status}: {exc}"
+        raise LegFailed(engine, "check", "broken", text) from exc
+
+
+def _model_names(page: bytes) -> tuple[str, ...]:
+    """Of the answer to `/v1/models`; empty for an error."""
+    try:
+        return tuple(model.id for model in msgspec.json.decode(page, type=_Models).data)
+    except msgspec.DecodeError:
+        return ()
 
 
 async def read_load(upstream: Upstream, engine: KnownEngine) -> StockEngineLoad | None:
@@ -185,25 +233,3 @@ async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
     except LegFailed as exc:
         return exc.answered
     return True
-
-
-async def _read_models(upstream: Upstream, engine: KnownEngine) -> None:
-    """If the engine requires a key, its record may name the model."""
-    status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-    try:
-        found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])
-    except msgspec.DecodeError:
-        found = _Models([])
-    named = (engine.model,) if engine.model else ()
-    engine.models = tuple(model.id for model in found.data) or named
-
-
-async def _query(upstream: Upstream, engine: KnownEngine) -> None:
-    path, at = engine.protocol.query_path, engine.transfer_address
-    status, page = await upstream.fetch(engine, path, within_s=CHECK_S, at=at)
-    try:
-        if status != 200:
-            raise ValueError(f"status {status}")
-        engine.has_ids(engine_ids(page))
-    except ValueError as exc:
-        raise LegFailed(engine, "check", "broken", f"{path} at {host_port(*at)}: {exc}") from exc

@@ -113,10 +113,9 @@ class ForwardServer(WebServer):
             data = await self._body(request)
         except Final as refused:
             return await client.send(refused.answer)
-        if request.method == "POST" and request.path in _GENERATE:
-            await self._forwarding.generate(incoming, request.path, data, client)
-        else:
-            await self._forwarding.pass_on(incoming, data, client)
+        generates = request.method == "POST" and request.path in _GENERATE
+        route = request.path if generates else ""
+        await self._forwarding.answer(incoming, route, data, client)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """Raises Final, ClientGone."""

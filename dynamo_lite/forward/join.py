@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from dynamo_lite.forward.engines import KnownEngines, StockEngineLoad
+from dynamo_lite.forward.engines import StockEngineLoad
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.health import CHECK_S, EngineMonitor, read_load
+from dynamo_lite.forward.health import CHECK_S, KnownEngines, read_load
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
@@ -81,11 +81,12 @@ class JoinedEngine:
     def __init__(self, options: JoinOptions, spec: ProcessSpec):
         self._options = options
         self._spec = spec
-        engines = KnownEngines((), PROTOCOLS[options.protocol])
-        self._engine = engines.add(options, model=options.model)
         self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
-        self._monitor = EngineMonitor(engines, self._upstream, options.health_interval_s, None)
+        self._engines = KnownEngines(
+            (), PROTOCOLS[options.protocol], self._upstream, options.health_interval_s, None
+        )
+        self._engine = self._engines.add(options, model=options.model)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
         #: Whether the record is in the store; None: a call has failed, so it may be there or not.
@@ -144,7 +145,7 @@ class JoinedEngine:
 
     async def _check(self) -> bool:
         """Whether the engine is healthy. Its load is for displays."""
-        await self._monitor.check(self._engine)
+        await self._engines.check(self._engine)
         await self._read_load()
         return self._engine.healthy
 

@@ -1,13 +1,13 @@
 """The metrics of a Forwarder or a sidecar."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.forward.engines import KnownEngines
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.placing import Placer
 
 
@@ -30,6 +30,7 @@ class ForwardStats:
     in_flight: int = 0
 
 
+_PREFIX = "dynamo_lite_forward_"
 #: By the labels' values.
 _Values = Mapping[tuple[str, ...], int]
 #: Name, text and labels of a metric.
@@ -47,41 +48,43 @@ class ForwardMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, text, labels, values in self._counts():
-            yield _filled(CounterMetricFamily(name, text, labels=labels), values)
+            yield _filled(CounterMetricFamily(f"{_PREFIX}{name}", text, labels=labels), values)
         for name, text, labels, values in self._states():
-            yield _filled(GaugeMetricFamily(name, text, labels=labels), values)
+            yield _filled(GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=labels), values)
 
-    def _counts(self) -> Iterable[_Row]:
+    def _counts(self) -> Sequence[_Row]:
         stats = self._stats
-        text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        yield "dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered
-        text = "Legs that failed before the client had a byte"
-        yield "dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures
-        text = "Engines that were chosen, by leg and reason"
-        yield "dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices
-        text = "Requests that got an error because no engine answered them"
+        begun = "Answers that were begun: with a prefill leg, without one (and why), passed on"
         refused = {(str(status),): count for status, count in stats.refused.items()}
-        yield "dynamo_lite_forward_refused", text, ("status",), refused
-        yield "dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}
-        text = "Clients that disconnected before the end of their answer"
-        yield "dynamo_lite_forward_clients_gone", text, (), {(): stats.gone}
-        text = "Fields of clients' bodies that only a forwarder may set"
-        yield "dynamo_lite_forward_removed_fields", text, (), {(): stats.removed_fields}
-
-    def _states(self) -> Iterable[_Row]:
-        yield "dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}
-        which, engines = (
-            ("engine", "role"),
-            {(e.name, e.options.role): e for e in self._engines.all},
+        failed = "Requests that got an error because no engine answered them"
+        gone = "Clients that disconnected before the end of their answer"
+        removed = "Fields of clients' bodies that only a forwarder may set"
+        chosen, choices = "Engines that were chosen, by leg and reason", self._placer.choices
+        legs = "Legs that failed before the client had a byte"
+        return (
+            ("answers", begun, ("how", "reason"), stats.answered),
+            ("leg_failures", legs, ("leg", "kind"), stats.failures),
+            ("choices", chosen, ("leg", "reason"), choices),
+            ("refused", failed, ("status",), refused),
+            ("broken", "Answers that broke off", (), {(): stats.broken}),
+            ("clients_gone", gone, (), {(): stats.gone}),
+            ("removed_fields", removed, (), {(): stats.removed_fields}),
         )
+
+    def _states(self) -> Sequence[_Row]:
+        engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        yield "dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable
         legs = {labels: engine.legs for labels, engine in engines.items()}
-        yield "dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
         reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
-        text = "Engines that are known and not used, by reason"
-        yield "dynamo_lite_forward_unused_engines", text, ("reason",), reasons
+        unused = "Engines that are known and not used, by reason"
+        which = ("engine", "role")
+        return (
+            ("requests", "Requests in flight", (), {(): self._stats.in_flight}),
+            ("engine_usable", "1 while the engine gets legs", which, usable),
+            ("engine_legs", "Legs of this process at the engine", which, legs),
+            ("unused_engines", unused, ("reason",), reasons),
+        )
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:

@@ -103,7 +103,10 @@ def accepted(names: Iterable[str], allowed: AllowedHosts) -> tuple[str, ...]:
         except ValueError as exc:
             raise ValueError(f"{PREFILLER_HEADER}: expected HOST:PORT, got {name[:100]!r}") from exc
         if host not in allowed:
-            raise NotAllowed(host)
+            raise NotAllowed(
+                f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
+                f" {', '.join(allowed.entries)} (the sidecar's --allow-prefiller)"
+            )
         found[host_port(host, port)] = None
         if len(found) > MAX_NAMED:
             raise ValueError(f"{PREFILLER_HEADER}: at most {MAX_NAMED} engines")

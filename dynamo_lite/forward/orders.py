@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import LIMIT_BYTES, Beginning, EventReader
+from dynamo_lite.forward.events import LIMIT_BYTES, EventReader, until_output
 from dynamo_lite.forward.failures import Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, LegOrder, PrefillAnswer
 from dynamo_lite.forward.relay import break_off, relay
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -58,10 +59,12 @@ async def serial(one: RequestAttempt) -> None:
     one.sent(prefill)
     engine = _decode_engine(one)
     handoff = protocol.extract(answer)
+    # On other routes the first token may end the sequence, and nothing is left to hand over.
+    if handoff is not None or one.job.request.route in MIN_TOKENS_ROUTES:
+        prefill.handed(handoff is not None)
     if handoff is None:
-        _handed_nothing(one)
+        logger.info("engine %s has handed nothing over", prefill.name)
         return await _alone(one, engine, ("alone", "no_handoff"))
-    prefill.empty_legs = 0
     second = protocol.decode(one.job.request.body, one.ids, handoff)
     one.lets_go = True
     with engine.leg(0) as computed:
@@ -75,12 +78,16 @@ async def parallel(one: RequestAttempt) -> None:
     succeeded, because without its KV they are worthless."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     stream = one.job.request.stream
+    # The legs of a tool call cannot be joined: each engine draws an id for it.
+    if protocol.first_token_from_prefill and stream and "tools" not in one.job.request.body:
+        return await _first_token(one)
     second = protocol.decode(one.job.request.body, one.ids, None)
 
     async def prefilled() -> None:
         """The decode engine may take over the KV after the leg's end."""
         ends = prefill.ends
         await _checked_prefill(one, streams=protocol.prefill_streams and stream)
+        prefill.handed(True)
         one.stays(ends, streams=stream)
 
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
@@ -96,12 +103,12 @@ async def parallel(one: RequestAttempt) -> None:
 
 def _decode_engine(one: RequestAttempt) -> KnownEngine:
     """The decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
-    engine, protocol = one.placement.decode, one.parts.protocol
-    if engine.usable and not protocol.staged:
-        return engine
-    if protocol.names_decode:
+    engine = one.placement.decode
+    if one.parts.protocol.staged:
+        return one.parts.placer.place_decode(one.placement, one.job.tried)
+    if not engine.usable:
         raise LegFailed(engine, "decode", "refused", engine.trouble)
-    return one.parts.placer.place_decode(one.placement, one.job.tried)
+    return engine
 
 
 async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:
@@ -111,9 +118,8 @@ async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> Pre
     engine.asked()
     answer = await one.prefilled(streams=streams)
     misfit = protocol.mismatch(answer)
-    if engine.answered(misfit):
-        logger.error("engine %s gets no prefill legs: %s", engine.name, misfit)
     if misfit:
+        engine.unfit(misfit)
         raise LegFailed(engine, "prefill", "mismatch", misfit)
     if protocol.learn is None:
         return answer
@@ -123,14 +129,6 @@ async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> Pre
         text = "another process or data-parallel rank has answered, or nothing was handed over"
         raise LegFailed(engine, "prefill", "unpaired", text)
     return answer
-
-
-def _handed_nothing(one: RequestAttempt) -> None:
-    prefill = one.prefill
-    logger.info("engine %s has handed nothing over", prefill.name)
-    # On other routes the first token may end the sequence, and nothing is left to hand over.
-    if one.job.request.route in MIN_TOKENS_ROUTES and prefill.handed_nothing():
-        logger.error("engine %s gets no prefill legs: %s", prefill.name, prefill.misfit)
 
 
 async def _relay(
@@ -150,8 +148,8 @@ async def _relay(
     await relay(one.job.client, response, leg, on_first)
 
 
-async def first_token(one: RequestAttempt) -> None:
-    """Both legs at once. The first token comes from the prefill engine, and all others from the
+async def _first_token(one: RequestAttempt) -> None:
+    """The first token comes from the prefill engine, and all others from the
     decode engine: `first_token.py` joins them."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     body, client = one.job.request.body, one.job.client
@@ -164,7 +162,7 @@ async def first_token(one: RequestAttempt) -> None:
             async with asyncio.timeout(one.parts.config.prefill_timeout_s):
                 await _first_tokens(one, prefilling, decoding, merge, first)
             computed()
-            prefill.answered("")
+            prefill.handed(True)
             one.sent(prefill)
             one.stays(ends, streams=True)
             await _other_tokens(one, await decoding, merge, second)
@@ -217,17 +215,14 @@ async def _other_tokens(
     one: RequestAttempt, response: EngineAnswer, merge: FirstTokenMerge, leg: Leg
 ) -> None:
     """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
-    reader = EventReader(response)
-    events = await _until_output(reader)
+    reader = EventReader(response, begun=await until_output(response))
     response.shown = True
-    while events:
+    while events := await reader.next():
         await one.job.client.write(merge.from_decode(leg.shows(events)))
-        events = await reader.next()
 
 
-async def _until_output(reader: EventReader) -> bytes:
-    """The events of the decode leg up to its first output. Raises LegFailed."""
-    beginning = Beginning()
-    while (events := await reader.next()) and not beginning.over(events):
-        pass
-    return beginning.data
+ORDERS: Mapping[LegOrder, Callable[[RequestAttempt], Coroutine[Any, Any, None]]] = {
+    "serial": serial,
+    "parallel": parallel,
+    "single": single,
+}

@@ -1,8 +1,7 @@
 """Which engines take one attempt of a request."""
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from dynamo_lite.forward.bodies import ClientRequest
@@ -13,7 +12,8 @@ from dynamo_lite.forward.choosing import (
     text_chain,
     tokens_of,
 )
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines
+from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
@@ -35,13 +35,6 @@ class Tried:
     alone: str = ""
     #: Prefill engines that the client has named; None: any.
     named: Sequence[KnownEngine] | None = None
-    #: Of the present attempt, one for each leg.
-    choices: list[LegChoice] = field(default_factory=list[LegChoice])
-
-    def chose(self, choice: LegChoice) -> None:
-        """A leg may be chosen twice: the last choice counts."""
-        others = [one for one in self.choices if one.leg != choice.leg]
-        self.choices[:] = [choice, *others] if choice.leg == "prefill" else [*others, choice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +45,9 @@ class EnginePlacement:
     prefill: KnownEngine | None
     decode: KnownEngine
     #: Why there is no prefill leg.
-    alone: str = ""
-    chain: Sequence[ChainHash] = ()
+    alone: str
+    choices: list[LegChoice]
+    chain: Sequence[ChainHash]
     prompt_tokens: int
     #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
     uncached_tokens: int
@@ -75,23 +69,31 @@ class Placer:
         matched, tokens = self._sent.matched(chain), tokens_of(request.prompt)
         alone = tried.alone or self._alone(request, tried)
         prefilling = [] if alone else self._prefilling(tried)
-        if not alone and not prefilling:
-            alone = "no_prefill_worker"
+        if not prefilling:
+            alone = alone or "no_prefill_worker"
         # A request that is passed on unchanged may go to every engine.
-        passed = not request.route or alone == "no_header"
-        without = bool(alone) and not passed
-        decode = self._choose_decode(tried, matched, alone, able_alone=without)
+        computes = bool(alone and request.route and alone != "no_header")
+        decode, choice = self._choose_decode(tried.decode, matched, alone, computes=computes)
         prefilling = [engine for engine in prefilling if engine is not decode]
-        alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
-        if alone and not passed and not decode.decodes_alone:
-            decode = self._choose_decode(tried, matched, alone, able_alone=True)
-        prefill = None if alone else self._choose("prefill", prefilling, matched, tried)
-        again = prefill is not None and self._protocol.staged
-        self._took(one for one in tried.choices if not (again and one.leg == "decode"))
+        if not alone and decode.decodes_alone:
+            alone = no_prefill_reason(
+                prompt_tokens=tokens,
+                cached_tokens=matched.get(decode.number, 0),
+                prefill_engines=len(prefilling),
+                max_local_prefill_length=self._limit,
+            )
+        prefill, choices = None, [choice]
+        if not alone:
+            prefill, first = self._choose("prefill", prefilling, matched)
+            # A staged decode leg is placed later; only then the choice counts.
+            choices = [first] if self._protocol.staged else [first, choice]
+        for one in choices:
+            self._took(one)
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
+            choices=choices,
             chain=chain,
             prompt_tokens=tokens,
             # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
@@ -100,12 +102,13 @@ class Placer:
         )
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
-        """Raises NoWorkers."""
-        without = Tried(decode=set(tried.decode), choices=tried.choices)
+        """After the prefill leg. Raises NoWorkers."""
+        without = tried.decode
         if placement.prefill is not None:
-            without.decode.add(placement.prefill.number)
-        engine = self._choose_decode(without, self._sent.matched(placement.chain), "")
-        self._took(one for one in tried.choices if one.leg == "decode")
+            without = without | {placement.prefill.number}
+        engine, choice = self._choose_decode(without, self._sent.matched(placement.chain), "")
+        placement.choices.append(choice)
+        self._took(choice)
         return engine
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
@@ -119,10 +122,9 @@ class Placer:
 
     def _prefilling(self, tried: Tried) -> list[KnownEngine]:
         """Of several that the client has named, the first."""
-        if tried.named is None:
-            return self._engines.prefilling(tried.prefill)
-        able = (e for e in tried.named if e.can_prefill and e.number not in tried.prefill)
-        return list(itertools.islice(able, 1))
+        among = self._engines.all if tried.named is None else tried.named
+        able = [e for e in among if e.can_prefill and e.number not in tried.prefill]
+        return able if tried.named is None else able[:1]
 
     def _alone(self, request: ClientRequest, tried: Tried) -> str:
         """Raises CannotServe."""
@@ -140,38 +142,37 @@ class Placer:
             )
         return reason
 
-    def _not_worth_it(
-        self, decode: KnownEngine, prefilling: int, matched: Mapping[int, int], tokens: int
-    ) -> str:
-        if not self._protocol.decodes_alone and not decode.decodes_alone:
-            return "" if prefilling else "no_prefill_worker"
-        return no_prefill_reason(
-            prompt_tokens=tokens,
-            cached_tokens=matched.get(decode.number, 0),
-            prefill_engines=prefilling,
-            max_local_prefill_length=self._limit,
-        )
-
     def _choose_decode(
-        self, tried: Tried, matched: Mapping[int, int], alone: str, *, able_alone: bool = False
-    ) -> KnownEngine:
+        self,
+        without: Set[int],
+        matched: Mapping[int, int],
+        alone: str,
+        *,
+        computes: bool = False,
+    ) -> tuple[KnownEngine, LegChoice]:
         """What it holds counts where it computes the prompt, or may: else the KV comes from the
-        prefill engine. able_alone: whether it must be able to do without."""
-        able = self._engines.decoding(tried.decode, alone=able_alone)
-        if not able:
-            raise NoWorkers(self._missing(tried, alone=able_alone))
-        by_prefix = bool(alone or self._limit)
-        return self._choose("decode", able, matched, tried, by_prefix=by_prefix)
+        prefill engine. computes: whether it must be able to."""
+        decoding = [e for e in self._engines.all if e.decodes and e.usable]
+        able = [
+            e for e in decoding if e.number not in without and (e.decodes_alone or not computes)
+        ]
+        if able:
+            return self._choose("decode", able, matched, by_prefix=bool(alone or self._limit))
+        # These texts contain no addresses, because a client reads them.
+        if not decoding:
+            raise NoWorkers("no decode engine is healthy")
+        if computes:
+            raise NoWorkers("no healthy engine can answer this request without a prefill engine")
+        raise NoWorkers("no other decode engine is healthy")
 
     def _choose(
         self,
         leg: str,
         able: Sequence[KnownEngine],
         matched: Mapping[int, int],
-        tried: Tried,
         *,
         by_prefix: bool = True,
-    ) -> KnownEngine:
+    ) -> tuple[KnownEngine, LegChoice]:
         candidates = [
             LegCandidate(
                 engine=engine.name,
@@ -182,19 +183,8 @@ class Placer:
             for engine in able
         ]
         choice = self._chooser.choose(leg, candidates, by_prefix=by_prefix)
-        tried.chose(choice)
-        return next(engine for engine in able if engine.name == choice.engine)
+        return next(engine for engine in able if engine.name == choice.engine), choice
 
-    def _took(self, choices: Iterable[LegChoice]) -> None:
-        """These choices are the last ones for their legs."""
-        for one in choices:
-            self.choices[one.leg, one.reason] += 1
-            self._chooser.took(one)
-
-    def _missing(self, tried: Tried, *, alone: bool) -> str:
-        """The text contains no addresses, because a client reads it."""
-        if not any(engine.usable for engine in self._engines.all if engine.decodes):
-            return "no decode engine is healthy"
-        if alone:
-            return "no healthy engine can answer this request without a prefill engine"
-        return "no other decode engine is healthy"
+    def _took(self, choice: LegChoice) -> None:
+        self.choices[choice.leg, choice.reason] += 1
+        self._chooser.took(choice)

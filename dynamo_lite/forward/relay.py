@@ -7,7 +7,7 @@ import msgspec
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.events import Beginning, EventReader, ends_event, failure
+from dynamo_lite.forward.events import EventReader, ends_event, until_output
 from dynamo_lite.forward.failures import Broken, LegFailed
 from dynamo_lite.forward.protocols.base import Leg
 
@@ -30,7 +30,7 @@ async def relay(
         on_first()
         return await client.send(Answer(response.status, head, data))
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await _until_output(response)
+    data = await until_output(response)
     response.shown = True
     on_first()
     await client.start(response.status, head)
@@ -39,19 +39,6 @@ async def relay(
     else:
         await _unchanged(client, response, data)
     await client.finish()
-
-
-async def _until_output(response: EngineAnswer) -> bytes:
-    """The first bytes, in a stream up to its first output. Raises LegFailed, Final."""
-    data = await response.read_some()
-    if not response.is_stream:
-        return data
-    beginning = Beginning()
-    while data and not beginning.over(data):
-        data = await response.read_some()
-    if beginning.error is not None:
-        raise failure(response, beginning.error)
-    return beginning.data
 
 
 async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> None:

@@ -14,12 +14,12 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import Answer, error
-from dynamo_lite.forward.engines import KnownEngine, engine_tls
+from dynamo_lite.forward.client import error
+from dynamo_lite.forward.engines import KnownEngine, engine_trust
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
 from dynamo_lite.forward.metrics import ForwardMetrics
-from dynamo_lite.forward.named import PREFILLER_HEADER, AllowedHosts, NotAllowed, accepted
+from dynamo_lite.forward.named import AllowedHosts, NotAllowed, accepted
 from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.runtime.listening import bind
@@ -29,7 +29,6 @@ from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import EXIT_STOPPED, StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
-
 
 #: Most prefill engines that are known at a time.
 MAX_PREFILLERS = 256
@@ -54,7 +53,9 @@ class NamedPrefillers:
         except ValueError as exc:
             raise Final(error(400, "BadRequestError", str(exc))) from exc
         except NotAllowed as exc:
-            raise Final(self._refusal(exc)) from exc
+            if (held_back := self._refusals.allow()) is not None:
+                logger.warning("%s%s", exc, f" ({held_back} more)" if held_back else "")
+            raise Final(error(403, "PermissionDeniedError", str(exc))) from exc
         return list(await asyncio.gather(*map(self._engine, found)))
 
     async def _engine(self, name: str) -> KnownEngine:
@@ -73,21 +74,11 @@ class NamedPrefillers:
         if len(self._known) > MAX_PREFILLERS:
             parts.engines.remove(self._known.popitem(last=False)[1])
         if parts.protocol.query_path:
-            await parts.monitor.check(engine)
+            await parts.engines.check(engine)
         else:
             engine.passed()
-        parts.monitor.follow(engine)
+        parts.engines.follow(engine)
         return engine
-
-    def _refusal(self, host: NotAllowed) -> Answer:
-        if (held_back := self._refusals.allow()) is not None:
-            more = f" ({held_back} more)" if held_back else ""
-            logger.warning("%s names %s, which is not accepted%s", PREFILLER_HEADER, host, more)
-        text = (
-            f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
-            f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
-        )
-        return error(403, "PermissionDeniedError", text)
 
 
 class Sidecar:
@@ -103,13 +94,13 @@ class Sidecar:
         config, own, enter = self._config, self._config.forwarder, self._stack.enter_async_context
         tls = server_tls(own)
         # Read at the start, so that a mistake in it is reported before the first request.
-        engine_tls(config.prefillers)
+        engine_trust(config.prefillers)
         sock = bind(own.host, own.port)
         self._stack.callback(sock.close)
         port = sock.getsockname()[1]
         parts = ForwardParts(own, by_load=False)
         await enter(parts.upstream)
-        await enter(parts.monitor)
+        await enter(parts.engines)
         if config.metrics_port:
             registry = CollectorRegistry()
             registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))

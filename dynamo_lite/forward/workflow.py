@@ -8,18 +8,16 @@ sends its legs, and `protocols/` has the handover protocols.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
-from dynamo_lite.forward.bodies import ClientRequest, MalformedBody
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
 from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
-from dynamo_lite.forward.placing import CannotServe, EnginePlacement
-from dynamo_lite.forward.protocols.base import HandoverAttempt, LegOrder
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried
+from dynamo_lite.forward.protocols.base import HandoverAttempt
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import ForwardAttempt
 
@@ -29,7 +27,6 @@ _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
 #: Takes HOST:PORT of each. Raises Final.
 NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
-LegsInOrder = Callable[[RequestAttempt], Coroutine[Any, Any, None]]
 
 
 class Forwarding:
@@ -41,44 +38,25 @@ class Forwarding:
         self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
 
-    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
-        """A request to generate. Raises ClientGone."""
-        named = None
+    async def answer(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        """route: of a request to generate; any other is passed unchanged to one decode engine.
+        Raises ClientGone."""
+        tried = Tried()
         try:
             request = bodies.read(route, data)
-            if self._named is not None:
-                named = await self._named(incoming.named)
-        except MalformedBody:
-            # It goes to an engine, whose error text is better.
-            return await self.pass_on(incoming, data, client)
+            if self._named is not None and request.route:
+                tried.named = await self._named(incoming.named)
         except Final as refused:
-            return await self.refuse(client, refused.answer)
+            return await self._refuse(client, refused.answer)
         self.stats.removed_fields += len(request.removed)
-        job = self._job(incoming, request, client)
-        job.tried.named = named
-        self.decisions.append(job.note)
-        await self._run(job)
+        note = client.note = RequestNote(request.route, incoming.client_id, self._config)
+        if request.route:
+            self.decisions.append(note)
+        await self._run(ForwardJob(incoming, request, client, note, tried))
 
-    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        """Passes any other request unchanged to one decode engine. Raises ClientGone."""
-        try:
-            _, data, removed = bodies.sanitized(data) if data else ({}, data, ())
-        except MalformedBody:
-            removed = ()
-            logger.debug("%s: the body is not a JSON object", incoming.path)
-        except Final as refused:
-            return await self.refuse(client, refused.answer)
-        self.stats.removed_fields += len(removed)
-        request = ClientRequest(route="", body={}, data=data)
-        await self._run(self._job(incoming, request, client))
-
-    async def refuse(self, client: Client, answer: Answer) -> None:
+    async def _refuse(self, client: Client, answer: Answer) -> None:
         self.stats.refused[answer.status] += 1
         await client.send(answer)
-
-    def _job(self, incoming: Incoming, request: ClientRequest, client: Client) -> ForwardJob:
-        note = client.note = RequestNote(request.route, incoming.client_id, self._config)
-        return ForwardJob(incoming=incoming, request=request, client=client, note=note)
 
     async def _run(self, job: ForwardJob) -> None:
         self.stats.in_flight += 1
@@ -122,33 +100,20 @@ class Forwarding:
                 if self._retries(job, exc):
                     continue
                 answer = failure_answer(exc)
-            return await self.refuse(job.client, answer)
+            return await self._refuse(job.client, answer)
 
     async def _attempt(self, job: ForwardJob) -> None:
         """Raises LegFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
-        choices = job.tried.choices = []
         placement, ids = self._parts.placer.place(job.request, job.tried), None
-        noted = ForwardAttempt(alone=placement.alone, choices=choices)
-        order: LegsInOrder = orders.alone
+        noted = ForwardAttempt(alone=placement.alone, choices=placement.choices)
+        order = orders.alone
         if placement.prefill is not None:
             ids = self._ids(job, placement)
-            noted.order = kind = self._protocol.order_for(ids.prefill)
-            order = self._order(job, kind)
+            noted.order = self._protocol.order_for(ids.prefill)
+            order = orders.ORDERS[noted.order]
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
         async with RequestAttempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
-
-    def _order(self, job: ForwardJob, order: LegOrder) -> LegsInOrder:
-        match order:
-            case "serial":
-                return orders.serial
-            case "single":
-                return orders.single
-            case "parallel":
-                # The legs of a tool call cannot be joined: each engine draws an id for it.
-                first = self._protocol.first_token_from_prefill and job.request.stream
-                first = first and "tools" not in job.request.body
-                return orders.first_token if first else orders.parallel
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
         assert placement.prefill is not None

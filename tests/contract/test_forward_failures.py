@@ -553,7 +553,7 @@ def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
     note.tries(noted, 0)
     request = ClientRequest(route=COMPLETIONS, body={}, data=data)
     client: Any = None  # it gets nothing
-    job = ForwardJob(incoming=incoming, request=request, client=client, note=note)
+    job = ForwardJob(incoming, request, client, note)
     return RequestAttempt(r.parts, job, r.placer.place(request, job.tried), None), noted
 
 
@@ -787,7 +787,7 @@ class BreaksOff:
     def __init__(self) -> None:
         self.waits = asyncio.Event()
 
-    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+    async def answer(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         await client.start(200, {"content-type": "text/event-stream"})
         await client.write(b"data: 0\n\n")
         for _ in range(256):
@@ -795,9 +795,6 @@ class BreaksOff:
         self.waits.set()
         with contextlib.suppress(Broken):
             await break_off(client, "the engine failed", whole=True)
-
-    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        raise AssertionError
 
 
 async def test_what_was_written_before_an_answer_broke_off_is_delivered():

@@ -240,7 +240,7 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
     async with rig("nixl", prefill=1, decode=3) as r:
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
-        async with r.monitor:
+        async with r.engines:
             await eventually(lambda: r.engines.all[1].other_requests == 7, 5)
         for engine in r.decode:
             engine.faults.extend(Fault(hold=hold) for _ in range(2))

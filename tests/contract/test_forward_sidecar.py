@@ -282,7 +282,7 @@ async def test_many_engines_are_not_remembered_for_ever():
     config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
     parts = ForwardParts(config.forwarder, by_load=False)
     known = sidecar.NamedPrefillers(parts, config)
-    async with parts.upstream, parts.monitor:
+    async with parts.upstream, parts.engines:
         [first] = await known.find(["10.0.0.1:1"])
         ports = range(1, sidecar.MAX_PREFILLERS + 1)
         for port in ports:

@@ -77,7 +77,7 @@ async def fails(r: Rig, engine: KnownEngine, times: int) -> None:
     """That many checks of the engine in a row. Its silence is over after the second one."""
     before = engine.failures
     while engine.failures < before + times:
-        await r.monitor.check(engine)
+        await r.engines.check(engine)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ async def test_a_leg_at_a_silent_engine_is_given_up(
         asked = asyncio.create_task(r.ask() if leg != "streamed decode" else r.stream())
         await waits(silent)
         while not asked.done():
-            await r.monitor.check(silent)
+            await r.engines.check(silent)
         answer = await asked
         if isinstance(answer, bytes):
             assert b"[DONE]" in answer
@@ -120,7 +120,7 @@ async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still:
         await asyncio.wait_for(begun.wait(), 30)
         still.paths[r.decode[0]] = ()
         while not asked.done():
-            await r.monitor.check(r.engines.all[1])
+            await r.engines.check(r.engines.all[1])
         shown = await asked
         assert b"[DONE]" in shown and shown.count(b'"role"') == 1
         assert r.forwarding.stats.failures == {("decode", "broken"): 1}
@@ -130,7 +130,7 @@ async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still:
 
 async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
     """The process beside the engine is gone with their host, so its record is gone first."""
-    async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.monitor:
+    async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.engines:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
         await waits(r.engines.all[1])

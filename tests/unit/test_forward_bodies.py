@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dynamo_lite.forward import bodies
-from dynamo_lite.forward.bodies import MalformedBody
+from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS
 from dynamo_lite.forward.protocols.one_token import one_token
@@ -90,18 +90,18 @@ def test_prompt_logprobs_are_found_in_sampling_params(key: bytes):
     ],
 )
 def test_what_only_pythons_parser_accepts_is_cleaned_too(data: bytes):
-    body, clean, removed = bodies.sanitized(data)
-    assert removed == ("kv_transfer_params",)
-    assert b"kv_transfer_params" not in clean
     expected = {k: v for k, v in json.loads(data).items() if k != "kv_transfer_params"}
-    assert repr(json.loads(clean)) == repr(expected)
-    assert "kv_transfer_params" not in body
+    for route in (COMPLETIONS, ""):
+        request = bodies.read(route, data)
+        assert request.removed == ("kv_transfer_params",)
+        assert b"kv_transfer_params" not in request.data
+        assert repr(json.loads(request.data)) == repr(expected)
+        assert "kv_transfer_params" not in request.body
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000])
-def test_no_object_is_malformed(data: bytes):
-    with pytest.raises(MalformedBody):
-        bodies.read(COMPLETIONS, data)
+def test_no_object_is_passed_on(data: bytes):
+    assert bodies.read(COMPLETIONS, data) == ClientRequest(data=data)
 
 
 @pytest.mark.parametrize(("value", "stream"), [(True, True), ("1", True), (1, True), ("no", False)])
@@ -115,22 +115,20 @@ def test_what_is_too_deep_is_not_taken_for_malformed(first: bytes):
     """A malformed body is relayed as it is, and an engine's parser may read deeper."""
     deep = b"[" * 100_000 + b"]" * 100_000
     data = b'{%b"x": %b, "kv_transfer_params": {"a": 1}}' % (first, deep)
-    with pytest.raises(Final):
-        bodies.read(COMPLETIONS, data)
-    with pytest.raises(Final):
-        bodies.sanitized(data)
+    for route in (COMPLETIONS, ""):
+        with pytest.raises(Final):
+            bodies.read(route, data)
 
 
-def test_a_list_of_prompts_with_nan_is_malformed():
-    with pytest.raises(MalformedBody):
-        bodies.read(COMPLETIONS, b'{"prompt": ["a", NaN]}')
+def test_a_list_of_prompts_with_nan_is_left_to_a_decode_engine():
+    assert bodies.read(COMPLETIONS, b'{"prompt": ["a", NaN]}').batch == "prompts"
 
 
 @pytest.mark.parametrize("field", [b'"n"', b'"stream"', b'"sampling_params"', b'"x"'])
 def test_nor_is_one_that_is_not_utf8(field: bytes):
     """No matter where: whether a value is decoded here depends on its name."""
-    with pytest.raises(MalformedBody):
-        bodies.read(TOKENS, b'{"token_ids": [1], %b: {"vllm_xargs": "\xff"}}' % field)
+    data = b'{"token_ids": [1], %b: {"vllm_xargs": "\xff"}}' % field
+    assert bodies.read(TOKENS, data) == ClientRequest(data=data)
 
 
 def test_integers_that_python_does_not_decode_are_left_to_the_engine():

@@ -4,17 +4,20 @@ output."""
 import itertools
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dynamo_lite.forward.events import (
     LIMIT_BYTES,
-    Beginning,
     EventCutter,
     ends_event,
     error_of,
     split,
+    until_output,
 )
+from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.rewriting import ParamsBlanker
 
 STREAM = b"data: a\n\ndata: b\nid: 1\n\ndata: \n c\n\n: d\n\nrest"
@@ -79,15 +82,33 @@ def chunk(delta: dict[str, object], **choice: object) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": delta, **choice}]}).encode() + b"\n\n"
 
 
+class Pieces:
+    """An answer of which these pieces come, and then nothing more."""
+
+    is_stream = True
+
+    def __init__(self, *pieces: bytes):
+        self.left = [*pieces, b""]
+        self.engine: Any = SimpleNamespace(name="e")
+        self.leg = "decode"
+
+    async def read_some(self) -> bytes:
+        return self.left.pop(0)
+
+
+async def held_back(*pieces: bytes) -> tuple[bytes, int]:
+    """What is known with the first output, and how many pieces have not come by then."""
+    answer: Any = Pieces(*pieces)
+    return await until_output(answer), len(answer.left) - 1
+
+
 @pytest.mark.parametrize("event", [ROLE + COMMENTS + ROLE, CREATED + PROGRESS, COMMENTS + START])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_without_output_are_held_back(event: bytes, line_end: bytes):
-    event = event.replace(b"\n", line_end)
+async def test_events_without_output_are_held_back(event: bytes, line_end: bytes):
+    event, output = event.replace(b"\n", line_end), b'data: {"x":1}\n\n'
     for cut in range(1, len(event)):
-        beginning = Beginning()
-        assert not beginning.over(event[:cut]) and not beginning.over(event[cut:])
-        assert beginning.over(b'data: {"x":1}\n\n') and beginning.error is None
-        assert beginning.data == event + b'data: {"x":1}\n\n'
+        shown = await held_back(event[:cut], event[cut:], output, b"more")
+        assert shown == (event + output, 1)
 
 
 @pytest.mark.parametrize(
@@ -105,23 +126,20 @@ def test_events_without_output_are_held_back(event: bytes, line_end: bytes):
         b"data: [DONE]\n\n",
     ],
 )
-def test_anything_else_is_output(event: bytes):
-    beginning = Beginning()
-    assert beginning.over(ROLE + event) and beginning.error is None
+async def test_anything_else_is_output(event: bytes):
+    assert await held_back(ROLE + event, b"more") == (ROLE + event, 1)
 
 
 @pytest.mark.parametrize("before", [b"", ROLE, CREATED + PROGRESS, START])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_an_error_in_place_of_the_output_is_seen(before: bytes, line_end: bytes):
+async def test_an_error_in_place_of_the_output_is_seen(before: bytes, line_end: bytes):
     event = b'event: error\ndata: {"type":"error","error":{}}\n\n'
-    beginning, late = Beginning(), Beginning()
-    assert beginning.over((before + event).replace(b"\n", line_end))
-    assert beginning.error == b'{"type":"error","error":{}}'
-    after = before + chunk({"content": "a"}) + event
-    assert late.over(after.replace(b"\n", line_end)) and late.error is None
+    with pytest.raises(LegFailed, match="event"):
+        await held_back((before + event).replace(b"\n", line_end))
+    after = (before + chunk({"content": "a"}) + event).replace(b"\n", line_end)
+    assert await held_back(after) == (after, 0)
 
 
-def test_what_is_held_back_is_bounded():
-    beginning = Beginning()
-    assert not beginning.over(b'data: {"role":"' + b"x" * (LIMIT_BYTES - 100))
-    assert beginning.over(b"x" * 200)
+async def test_what_is_held_back_is_bounded():
+    long = b'data: {"role":"' + b"x" * (LIMIT_BYTES - 100)
+    assert await held_back(long, b"x" * 200, b"more") == (long + b"x" * 200, 1)

@@ -16,8 +16,9 @@ from dynamo_lite.forward.choosing import (
     no_prefill_reason,
     text_chain,
 )
-from dynamo_lite.forward.discovery import Joined, sort_out
-from dynamo_lite.forward.engines import KnownEngine, KnownEngines, StockEngineLoad, parse_load
+from dynamo_lite.forward.discovery import sort_out
+from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
+from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
@@ -146,7 +147,8 @@ def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
     listed = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
     config = ForwarderConfig(engines=tuple(listed), **options)
     protocol = PROTOCOLS[config.protocol]
-    engines = KnownEngines(config.engines, protocol)
+    unasked: Any = None
+    engines = KnownEngines(config.engines, protocol, unasked, 1.0, None)
     for one in engines.all:
         one.passed()
     return Placer(engines, config, SentPrompts()), engines
@@ -205,13 +207,13 @@ def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     assert one.passed() and one.failed("refused", at_once=True)
 
 
-def test_an_identity_that_comes_back_is_another_rank_s():
+def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
     one = engine("prefill", "nixl-push")
     first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
-    for identity in (first, None, first, second, second):
+    for identity in (first, None, first):
         one.learned(identity)
         assert (one.varies, one.peer.identity) == (False, identity)
-    one.learned(first)
+    one.learned(second)
     assert one.varies and one.peer.identity is None
     assert one.protocol.order_for(one.peer) == "serial"
     one.forget()
@@ -325,7 +327,7 @@ def test_joined_engines_are_sorted_out():
     usable, unused = sort_out(records, ["10.0.0.9:80"], ForwarderConfig())
     options = EngineOptions(url="http://10.0.0.3:80", role="decode")
     # The one that was there first.
-    assert usable == {"10.0.0.3:80": Joined(options, "m", "2")}
+    assert usable == {"10.0.0.3:80": (options, records[2])}
     assert {key: why.reason for key, why in unused.items()} == {
         ("10.0.0.3:80", "3"): "twice",
         ("10.0.0.9:80", "4"): "twice",
