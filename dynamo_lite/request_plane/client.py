@@ -112,7 +112,7 @@ class RemoteGenerateClient:
         """Disconnects an unresponsive member. `on_lost` reports its requests a little later."""
         connection = self._connections.get(member.transport.stream or "")
         if connection is not None:
-            connection.drop(why)
+            connection.abort(why)
 
     async def _connection(self, transport: EndpointTransport) -> Connection:
         """Returns the open connection to a worker. Concurrent callers share one attempt."""

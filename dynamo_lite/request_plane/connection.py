@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 RETIRED_SILENCE_S = 60.0
 
 
-class Connection:
+class Connection(FrameConnection):
     """One TCP connection to a worker, and the state of the requests on it.
 
     A request is pending from `submit` until the worker's reply, then running. An engine may give
@@ -65,8 +65,9 @@ class Connection:
         certificates: Certificates | None = None,
         component: str = "",
     ):
+        super().__init__(on_drop=on_drop)
         self._address, self._tls = transport.stream or "", transport.tls
-        self._certificates, self._component, self._on_drop = certificates, component, on_drop
+        self._certificates, self._component = certificates, component
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -81,7 +82,6 @@ class Connection:
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
-        self._connection = FrameConnection(self, on_drop=on_drop)
         self._welcomed: asyncio.Future[None] = loop.create_future()
         #: Done when the connection is closed; the result is the reason.
         self.closed: asyncio.Future[str] = loop.create_future()
@@ -91,10 +91,6 @@ class Connection:
             f"<Connection {self._address} pending={len(self._pending)}"
             f" running={len(self._wanted) - len(self._pending)}>"
         )
-
-    @property
-    def is_open(self) -> bool:
-        return self._connection.is_open
 
     def runs(self, request_id: str) -> bool:
         return request_id in self._wanted
@@ -108,14 +104,14 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 tls = self._tls_context(host)
                 await loop.create_connection(
-                    lambda: self._connection,
+                    lambda: self,
                     host,
                     port,
                     ssl=tls,
                     ssl_shutdown_timeout=None if tls is None else STALL_TIMEOUT_S,
                 )
                 self._check_worker()
-                self._connection.send(frame(encode(Hello(client_id=self._client_id))))
+                self.send(frame(encode(Hello(client_id=self._client_id))))
                 await asyncio.wait(
                     {self._welcomed, self.closed}, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -129,7 +125,7 @@ class Connection:
             raise Unavailable(f"cannot reach the worker at {self._address}: {why}") from exc
         finally:
             if not welcomed:  # also when a cancel or the timeout comes together with the Welcome
-                self._connection.abort("no Welcome from the worker")
+                self.abort("no Welcome from the worker")
         if self.closed.done():
             why = self._explained(self.closed.result()) or self.closed.result()
             raise Unavailable(f"the worker at {self._address} disconnected: {why}")
@@ -147,7 +143,7 @@ class Connection:
     def _check_worker(self) -> None:
         """Raises ProtocolError unless the worker is of the right component of this graph."""
         if self._tls and self._certificates is not None:
-            why = self._certificates.refusal(self._connection.ssl_object, self._component)
+            why = self._certificates.refusal(self.ssl_object, self._component)
             if why:
                 self._on_drop("certificate")
                 raise ProtocolError(why)
@@ -198,9 +194,9 @@ class Connection:
         request has been cancelled meanwhile."""
         try:
             async with asyncio.timeout_at(deadline), self._sending:
-                await self._connection.wait_writable()
+                await self.wait_writable()
                 if request_id in self._wanted:
-                    self._connection.send(data)
+                    self.send(data)
         except TimeoutError:
             pass
 
@@ -214,7 +210,7 @@ class Connection:
             self._wanted.difference_update(mine)
             for request_id in mine:
                 self._resolve(request_id, None)
-            self._connection.send(frame(encode(Cancel(request_ids=mine))))
+            self.send(frame(encode(Cancel(request_ids=mine))))
             self._close_if_retired()
 
     def set_retired(self, retired: bool) -> None:
@@ -228,18 +224,14 @@ class Connection:
         elif self._silence is not None:
             self._silence.cancel()
 
-    def drop(self, why: str) -> None:
-        """Disconnects. `on_lost` reports the running requests."""
-        self._connection.abort(why)
-
     def leave(self) -> None:
         """Closes without `on_lost`. The worker aborts the requests."""
         self._wanted.clear()
-        self._connection.abort("the client closed")
+        self.abort("the client closed")
 
-    # FrameReceiver
+    # FrameConnection
 
-    def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
+    def frame_received(self, payload: bytes) -> None:
         match decode_worker_frame(payload):
             case Deltas(deltas=deltas):
                 self._receive_deltas(deltas)
@@ -276,7 +268,7 @@ class Connection:
         self._on_deltas(deltas)
         self._close_if_retired()
 
-    def connection_closed(self, connection: FrameConnection, why: str) -> None:
+    def connection_closed(self, why: str) -> None:
         if self._silence is not None:
             self._silence.cancel()
         lost = sorted(i for i in self._wanted if i not in self._pending)
@@ -298,15 +290,15 @@ class Connection:
 
     def _close_if_retired(self) -> None:
         if self._retired and not self._wanted:
-            self._connection.close("the worker left")
+            self.close("the worker left")
 
     def _watch_silence(self) -> None:
         self._silence = asyncio.get_running_loop().call_later(
-            RETIRED_SILENCE_S, self._check_silence, self._connection.frames_received
+            RETIRED_SILENCE_S, self._check_silence, self._frames_received
         )
 
     def _check_silence(self, frames_before: int) -> None:
-        if self._connection.frames_received == frames_before:
-            self._connection.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
+        if self._frames_received == frames_before:
+            self.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
         else:
             self._watch_silence()

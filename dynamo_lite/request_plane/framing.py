@@ -8,8 +8,8 @@ Malformed bytes end their connection and nothing else.
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
-from typing import Protocol, cast
+from abc import ABC, abstractmethod
+from typing import cast
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
@@ -88,20 +88,9 @@ class FrameParser:
         return _HEADER_BYTES + length
 
 
-class FrameReceiver(Protocol):
-    """The owner of a connection. Called in the event loop; must not block."""
-
-    def frame_received(self, connection: "FrameConnection", payload: bytes) -> None:
-        """May raise ProtocolError, which closes the connection."""
-        ...
-
-    def connection_closed(self, connection: "FrameConnection", why: str) -> None:
-        """Called exactly once per connection that was made."""
-        ...
-
-
-class FrameConnection(asyncio.Protocol):
-    """One TCP connection. `send` never waits; a peer that does not read is disconnected.
+class FrameConnection(asyncio.Protocol, ABC):
+    """One TCP connection; each end has a class of its own. `send` never waits; a peer that does not
+    read is disconnected.
 
     first_max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
     unexpected. log_limit: of all connections that log together.
@@ -110,17 +99,13 @@ class FrameConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        receiver: FrameReceiver,
         *,
         first_max_bytes: int = MAX_MESSAGE_BYTES,
-        on_open: Callable[["FrameConnection"], None] | None = None,
         on_drop: OnDrop = uncounted,
         log_limit: LogLimit | None = None,
     ):
-        self._receiver = receiver
         self._on_drop = on_drop
         self._log_limit = log_limit or LogLimit()
-        self._on_open = on_open
         self._parser = FrameParser(first_max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -141,6 +126,14 @@ class FrameConnection(asyncio.Protocol):
         #: Address of the peer's host, and with its port.
         self.peer_host = self.peer = "?"
 
+    @abstractmethod
+    def frame_received(self, payload: bytes) -> None:
+        """Must not block. May raise ProtocolError, which closes the connection."""
+
+    @abstractmethod
+    def connection_closed(self, why: str) -> None:
+        """Called exactly once per connection that was made."""
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._transport else "new"
         return f"<FrameConnection {state} peer={self.peer} unsent={self._unsent()}>"
@@ -149,10 +142,6 @@ class FrameConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether what is sent may arrive."""
         return self._transport is not None and not self._closed and not self._transport.is_closing()
-
-    @property
-    def frames_received(self) -> int:
-        return self._frames_received
 
     def send(self, data: bytes) -> None:
         """Queues whole frames. They are dropped when the connection is closed."""
@@ -195,8 +184,6 @@ class FrameConnection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(
             FIRST_FRAME_TIMEOUT_S, self.abort, f"no frame within {FIRST_FRAME_TIMEOUT_S:g} s"
         )
-        if self._on_open is not None:
-            self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -204,7 +191,7 @@ class FrameConnection(asyncio.Protocol):
                 if self._frames_received == 0 and not self._paused:
                     self._cancel_timer()
                 self._frames_received += 1
-                self._receiver.frame_received(self, payload)
+                self.frame_received(payload)
                 if self._transport is None or self._transport.is_closing():
                     return
         except ProtocolError as exc:
@@ -218,7 +205,7 @@ class FrameConnection(asyncio.Protocol):
         self._writable.set()
         self._cancel_timer()
         why = self._why or (f"connection lost: {exc}" if exc else "the peer closed the connection")
-        self._receiver.connection_closed(self, why)
+        self.connection_closed(why)
 
     def pause_writing(self) -> None:
         self._paused = True

@@ -6,7 +6,7 @@ per engine step and session. When a session ends, its requests are aborted.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -22,7 +22,6 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.base import GenerateHandler
-from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.listener import Listener
 from dynamo_lite.request_plane.session import Session, SessionRequest
 from dynamo_lite.runtime.certificates import Certificates
@@ -30,9 +29,6 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
-
-#: Sends the reply to a request on its connection.
-AnswerRequest = Callable[[Accepted | RequestRefused], None]
 
 #: Upper limit of a request's timeout.
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
@@ -120,7 +116,8 @@ class GenerateServer:
         """To be called when the engine is dead: ends all sessions and refuses new requests."""
         self.refuse_new(why)
         for session in list(self._sessions.values()):
-            self._disconnect(session, why)
+            self.close_session(session)
+            session.close(why)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is in flight. Returns False after `timeout_s`."""
@@ -145,7 +142,7 @@ class GenerateServer:
 
     # Sessions
 
-    def open_session(self, client_id: str, connection: FrameConnection) -> Session:
+    def open_session(self, client_id: str, session: Session) -> None:
         """Raises ProtocolError when the client has an open session already.
 
         Each connection of a client has an id of its own. So a repeated `Hello` comes from
@@ -153,8 +150,7 @@ class GenerateServer:
         """
         if client_id in self._sessions:
             raise ProtocolError(f"client {client_id!r} is already connected")
-        session = self._sessions[client_id] = Session(client_id, connection)
-        return session
+        self._sessions[client_id] = session
 
     def close_session(self, session: Session) -> None:
         """Ends the session and aborts its requests."""
@@ -165,10 +161,6 @@ class GenerateServer:
             for one in own:
                 if one.handover is not None:
                     one.handover.cancel()
-
-    def _disconnect(self, session: Session, why: str) -> None:
-        self.close_session(session)
-        session.connection.close(why)
 
     def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
         """Ends these requests; no delta of them is sent after this."""
@@ -182,20 +174,18 @@ class GenerateServer:
 
     # Requests
 
-    def submit(
-        self, session: Session, request_id: str, payload: bytes, reply: AnswerRequest
-    ) -> None:
+    def submit(self, session: Session, request_id: str, payload: bytes) -> None:
         """Takes a request of the session's connection. From now on it is in flight.
 
         payload: the encoded GenerateRequest. A malformed one is counted and refused. The engine
         accepts it in a task of its own, so that the connection's next frames are read meanwhile.
-        The task is cancelled when the session ends. reply: called once, unless that happens.
+        The task is cancelled when the session ends. Unless that happens, one reply is sent.
         """
         try:
             request = self._decode(session, request_id, payload)
             self._check(session, request)
         except Refused as exc:
-            reply(_refusal(exc))
+            session.reply(request_id, _refusal(exc))
             return
         one = self._requests[request_id] = SessionRequest(request_id, session)
         self._idle.clear()
@@ -204,7 +194,7 @@ class GenerateServer:
                 min(request.timeout_s, _LONGEST_TIMEOUT_S), self._expire, one
             )
         one.handover = self._handovers.start(self._try(request), name=f"hand over {request_id}")
-        one.handover.add_done_callback(partial(self._tried, one, reply))
+        one.handover.add_done_callback(partial(self._tried, one))
 
     def _decode(self, session: Session, request_id: str, payload: bytes) -> GenerateRequest:
         """Raises Refused."""
@@ -228,9 +218,7 @@ class GenerateServer:
             return exc
         return None
 
-    def _tried(
-        self, one: SessionRequest, reply: AnswerRequest, task: asyncio.Task[Exception | None]
-    ) -> None:
+    def _tried(self, one: SessionRequest, task: asyncio.Task[Exception | None]) -> None:
         """A callback of the task, since one that is cancelled before it runs executes nothing."""
         one.handover = None
         failure = None if task.cancelled() else task.result()
@@ -240,7 +228,8 @@ class GenerateServer:
             # It was cancelled, or has finished; to abort a finished one does nothing.
             self._abort_soon([one])
         if not task.cancelled():
-            reply(Accepted() if failure is None else _refused(one.request_id, failure))
+            reply = Accepted() if failure is None else _refused(one.request_id, failure)
+            one.session.reply(one.request_id, reply)
 
     def _check(self, session: Session, request: GenerateRequest) -> None:
         """Admits the request. Raises Refused when it has timed out or would exceed a limit, too."""

@@ -41,6 +41,8 @@ class KvIndex:
         self._slots: list[int | None] = []
         #: The workers of bit sets that were matched; loads have few different ones.
         self._named: dict[int, tuple[int, ...]] = {}
+        #: Of each worker, what it was promised for and has not stored since.
+        self._promised: dict[int, set[ChainHash]] = {}
         self._matches = 0
         self._matched: set[ChainHash] = set()
 
@@ -116,8 +118,24 @@ class KvIndex:
         else:
             for key in hashes:
                 held[key] = held.get(key, 0) | bit
+        if promised := self._promised.get(worker):
+            promised.difference_update(hashes)
         if len(self) > self._max_blocks:
             self._evict()
+
+    def promised(self, worker: int, hashes: Sequence[ChainHash]) -> None:
+        """The worker, which holds none of these blocks, is about to compute them."""
+        self.stored(worker, hashes)
+        self._promised.setdefault(worker, set()).update(hashes)
+
+    def settled(self, worker: int, hashes: Sequence[ChainHash], *, computed: bool) -> None:
+        """The worker has computed blocks that it was promised for, or never will. Those that it has
+        stored itself stay."""
+        promised = self._promised.get(worker, set[ChainHash]())
+        left = promised.intersection(hashes)
+        promised -= left
+        if not computed:
+            self.removed(worker, left)
 
     def removed(self, worker: int, hashes: Iterable[ChainHash]) -> None:
         """The worker no longer holds these blocks."""
@@ -134,6 +152,7 @@ class KvIndex:
         """All blocks of the worker are gone; it is forgotten until it stores one."""
         if worker not in self._bits:
             return
+        self._promised.pop(worker, None)
         self.removed(worker, self.held(worker))
         self._slots[self._bits.pop(worker).bit_length() - 1] = None
         self._named.clear()

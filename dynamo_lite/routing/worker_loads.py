@@ -105,8 +105,8 @@ class WorkerLoads:
     def book(self, request_id: str, request: OwnRequest) -> None:
         """Counts a request that is sent to its worker, replacing any earlier one of this id.
 
-        The index has its blocks at once: until the worker has published them, or the request has
-        ended without a token.
+        The index has its blocks at once. If the request ends without a token, it loses those that
+        the worker has not published meanwhile.
         """
         self.released(request_id)
         self._turn += 1
@@ -117,26 +117,26 @@ class WorkerLoads:
         own.prompt_tokens += request.prompt_tokens
         own.prefill_tokens += request.prefill_tokens
         if (shard := self._view.shard(request.worker)) is not None:
-            shard.index.stored(request.worker, request.hashes)
+            shard.index.promised(request.worker, request.hashes)
 
     def answered(self, request_id: str) -> None:
         """The request's first token has arrived."""
         if (request := self._requests.get(request_id)) is not None:
-            self._computed(request)
+            self._prefill_ended(request, computed=True)
 
     def released(self, request_id: str) -> None:
         """The request has ended, or its worker did not accept it."""
         if (request := self._requests.pop(request_id, None)) is None:
             return
-        if (shard := self._view.shard(request.worker)) is not None:
-            shard.index.removed(request.worker, request.hashes)
-        self._computed(request)
+        self._prefill_ended(request, computed=False)
         own = self._own[request.worker]
         own.requests -= 1
         if not own.requests:
             del self._own[request.worker]
 
-    def _computed(self, request: OwnRequest) -> None:
+    def _prefill_ended(self, request: OwnRequest, *, computed: bool) -> None:
+        if (shard := self._view.shard(request.worker)) is not None:
+            shard.index.settled(request.worker, request.hashes, computed=computed)
         own = self._own[request.worker]
         own.prompt_tokens -= request.prompt_tokens
         own.prefill_tokens -= request.prefill_tokens

@@ -31,8 +31,8 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
-from dynamo_lite.request_plane.listener import MAX_HELLO_BYTES
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.request_plane.session import MAX_HELLO_BYTES
 from tests.builders import endpoint_record, generate_request
 from tests.hostile import Spoiler
 

@@ -8,7 +8,6 @@ import pytest
 
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.request_plane.connection import Connection
-from dynamo_lite.request_plane.framing import FrameConnection
 from dynamo_lite.request_plane.server import GenerateServer
 from tests.builders import endpoint_record, eventually, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
@@ -125,8 +124,8 @@ async def test_a_cancel_that_comes_with_the_welcome_closes_the_connection():
         opening = asyncio.create_task(link.open(5.0))
         receive = link.frame_received
 
-        def receive_and_cancel(connection: FrameConnection, payload: bytes) -> None:
-            receive(connection, payload)
+        def receive_and_cancel(payload: bytes) -> None:
+            receive(payload)
             opening.cancel()
 
         link.frame_received = receive_and_cancel

@@ -1,5 +1,7 @@
 """The roster on every store."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -100,6 +102,19 @@ async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data()
         await members_when(roster, lambda found: members[2] not in found, 10)
         assert [member.lease_id for member in roster.members] == [1, 4]
         assert left == [set(), {2}, {3}]
+
+
+@virtual
+async def test_a_lost_member_leaves_though_the_watch_lists_again_and_again() -> None:
+    store = MemoryStore()
+    await put(store, "n", 1)
+    async with Roster(store, endpoint_prefix("n", "Worker", "generate")) as roster:
+        store.wipe()
+        for _ in range(6):
+            await asyncio.sleep(1)
+            store.set_available(False)
+            store.set_available(True)
+        assert roster.members == ()
 
 
 async def test_a_roster_may_be_closed_while_members_are_doubted() -> None:

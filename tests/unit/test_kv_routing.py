@@ -131,6 +131,15 @@ def test_a_refused_request_leaves_nothing_behind():
     assert router.picker.matched_tokens == 0
 
 
+def test_what_a_worker_has_published_stays_when_its_request_ends_without_a_token():
+    router = Router(workers=2)
+    first = router.pick()
+    router.hold(first, PROMPT[:24])  # its engine has computed them meanwhile
+    router.picker.released(router.last)
+    assert router.pick() == first
+    assert router.picker.matched_tokens == 24, "the rest was only promised"
+
+
 def test_a_full_cache_is_left_out_while_another_has_room():
     router = Router(workers=2)
     router.hold(1, PROMPT)

@@ -28,14 +28,23 @@ class Receiver:
         self.connection = connection
         self.payloads.put_nowait(payload)
 
-    def connection_closed(self, connection: FrameConnection, why: str) -> None:
-        self.closed.put_nowait(why)
+
+class Receiving(FrameConnection):
+    def __init__(self, receiver: Receiver):
+        super().__init__()
+        self._receiver = receiver
+
+    def frame_received(self, payload: bytes) -> None:
+        self._receiver.frame_received(self, payload)
+
+    def connection_closed(self, why: str) -> None:
+        self._receiver.closed.put_nowait(why)
 
 
 @asynccontextmanager
 async def listening(receiver: Receiver) -> AsyncIterator[int]:
     server = await asyncio.get_running_loop().create_server(
-        lambda: FrameConnection(receiver), "127.0.0.1", 0
+        lambda: Receiving(receiver), "127.0.0.1", 0
     )
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -92,7 +101,7 @@ def test_addresses_round_trip_and_what_is_none_is_refused():
             parse_address(address)
 
 
-class Watched(FrameConnection):
+class Watched(Receiving):
     """Puts its socket into a queue."""
 
     def __init__(self, receiver: Receiver, sockets: "asyncio.Queue[socket.socket]"):

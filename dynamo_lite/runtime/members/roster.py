@@ -50,8 +50,8 @@ class Roster:
         self._on_drop = on_drop
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
-        #: Keys of `_records` that the store has lost.
-        self._lost_keys: set[str] = set()
+        #: Keys of `_records` that the store has lost, and until when they may come back.
+        self._lost: dict[str, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
         self._by_lease: dict[int, EndpointRecord] = {}
@@ -106,17 +106,19 @@ class Roster:
                     if (record := self._parse(key, value)) is not None
                 }
                 kept = {key: old for key, old in self._records.items() if key not in entries}
-                self._doubt(set(kept))
+                until = asyncio.get_running_loop().time() + _RETURN_S
+                self._lost = {key: self._lost.get(key, until) for key in kept}
+                self._await_lost()
                 self._records = {**kept, **listed}
             case Put(key, value):
-                self._lost_keys.discard(key)
+                self._lost.pop(key, None)
                 record = self._parse(key, value)
                 if record is None:
                     self._records.pop(key, None)
                 else:
                     self._records[key] = record
             case Delete(key):
-                self._lost_keys.discard(key)
+                self._lost.pop(key, None)
                 self._records.pop(key, None)
         self._publish()
 
@@ -136,18 +138,18 @@ class Roster:
             return None
         return record
 
-    def _doubt(self, keys: set[str]) -> None:
-        """Removes these members after some seconds, unless the store has them again."""
-        self._lost_keys = keys
+    def _await_lost(self) -> None:
         self._forget_timer()
-        if keys:
+        if self._lost:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_RETURN_S, self._remove_lost_keys)
+            self._timer = loop.call_at(min(self._lost.values()), self._remove_lost)
 
-    def _remove_lost_keys(self) -> None:
-        for key in self._lost_keys:
+    def _remove_lost(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for key in [key for key, until in self._lost.items() if until <= now]:
+            del self._lost[key]
             self._records.pop(key, None)
-        self._lost_keys.clear()
+        self._await_lost()
         self._publish()
 
     def _forget_timer(self) -> None:

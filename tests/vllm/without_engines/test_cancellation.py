@@ -183,13 +183,15 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         await endpoint.submit("a")
         await endpoint.client.abort(["a"])
         await endpoint.worker.idle()
-        engine.gate, session = asyncio.Event(), server.open_session("local", _Sink())
+        engine.gate = gate = asyncio.Event()
+        session: Any = _LocalSession(gate)
+        server.open_session("local", session)
         engine.submit = lambda request: cancel.step(take(engine, request))
         cancel.action = lambda: server.close_session(session)
         request = encode(generate_request("b", client_id="local"))
-        server.submit(session, "b", request, lambda _: engine.gate and engine.gate.set())
-        asyncio.get_running_loop().call_later(0.1, engine.gate.set)
-        await engine.gate.wait()
+        server.submit(session, "b", request)
+        asyncio.get_running_loop().call_later(0.1, gate.set)
+        await gate.wait()
         await delivered()
         server.close_session(session)
         await endpoint.worker.idle()
@@ -197,11 +199,17 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         await endpoint.works()
 
 
-class _Sink:
+class _LocalSession:
+    client_id = "local"
+
+    def __init__(self, gate: asyncio.Event):
+        self._gate = gate
+
     def deliver(self, deltas: list[Any]) -> list[str]:
         return []
 
-    def closed(self, request_ids: list[str], why: str) -> None: ...
+    def reply(self, request_id: str, reply: object) -> None:
+        self._gate.set()
 
 
 @at_every_await(at_least=1)
