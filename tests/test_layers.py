@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_954,
+    "dynamo_lite/protocol": 1_950,
     "dynamo_lite/runtime": 6_218,
     "dynamo_lite/routing": 1_050,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_065,
-    "dynamo_lite/disagg": 6_999,
-    "dynamo_lite/vllm": 6_284,
+    "dynamo_lite/disagg": 6_649,
+    "dynamo_lite/vllm": 6_279,
     "dynamo_lite/forward": 5_304,
     "dynamo_lite/planner": 2_158,
-    "dynamo_lite/serve": 6_044,
-    "dynamo_lite/cli": 2_955,
-    "tests": 56_599,
-    "tests/simulation": 8_578,
+    "dynamo_lite/serve": 6_048,
+    "dynamo_lite/cli": 2_952,
+    "tests": 56_506,
+    "tests/simulation": 8_559,
 }
 SLACK = 50
 
