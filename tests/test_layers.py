@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_954,
+    "dynamo_lite/protocol": 1_950,
     "dynamo_lite/runtime": 6_214,
     "dynamo_lite/routing": 1_069,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_036,
-    "dynamo_lite/disagg": 6_999,
-    "dynamo_lite/vllm": 6_286,
+    "dynamo_lite/disagg": 6_649,
+    "dynamo_lite/vllm": 6_281,
     "dynamo_lite/forward": 5_137,
     "dynamo_lite/planner": 2_099,
-    "dynamo_lite/serve": 5_799,
-    "dynamo_lite/cli": 2_872,
-    "tests": 56_573,
-    "tests/simulation": 8_581,
+    "dynamo_lite/serve": 5_803,
+    "dynamo_lite/cli": 2_869,
+    "tests": 56_480,
+    "tests/simulation": 8_562,
 }
 SLACK = 50
 

@@ -57,18 +57,15 @@ def _queue(queue: QueueSeen) -> str:
 
 
 def _outcome(d: Decision) -> str:
-    here = None if d.computed_s is None else f"computed here in {as_time(d.computed_s)}"
     if d.asked is None:
-        return here or "not computed yet, or aborted"
+        return "computed here"
     if not d.asked.outcome:
         return "under way"
     stages = ", ".join(f"{stage} {as_time(s)}" for stage, s in d.asked.stages_s.items())
-    remote = f"{d.asked.outcome} after {as_time(_took_s(d.asked))}: {stages}"
-    return remote if here is None else f"{remote}; then {here}"
+    return f"{d.asked.outcome} after {as_time(_took_s(d.asked))}: {stages}"
 
 
 def _cells(at: float, d: Decision) -> list[str]:
-    took_s = _took_s(d.asked) if d.asked is not None and d.asked.stages_s else d.computed_s
     return [
         as_clock(at),
         d.request_id,
@@ -77,7 +74,7 @@ def _cells(at: float, d: Decision) -> list[str]:
         "?" if d.queue is None else str(d.queue.jobs),
         f"{d.verdict}/{d.reason}",
         "" if d.asked is None else d.asked.outcome or "under way",
-        "" if took_s is None else as_time(took_s),
+        as_time(_took_s(d.asked)) if d.asked is not None and d.asked.stages_s else "",
     ]
 
 

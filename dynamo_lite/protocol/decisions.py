@@ -87,8 +87,6 @@ class Decision(DecisionInputs, frozen=True, kw_only=True):
     verdict: Literal["local", "remote"]
     reason: Word
     thresholds: DecisionThresholds
-    #: Seconds that the local prefill took.
-    computed_s: float | None = None
     asked: Asked | None = None
 
 

@@ -139,13 +139,11 @@ def _of_any(namespace: str, *subjects: Callable[[str, Any], str]) -> tuple[str, 
 
 
 def _queue_api(stream: str) -> tuple[str, ...]:
-    """Requests of JetStream that make a queue, add replicas to it, make it again when a cluster
-    has lost its jobs, or look at it."""
+    """Requests of JetStream that make a queue, add replicas to it, or look at it."""
     return (
         f"$JS.API.STREAM.INFO.{stream}",
         f"$JS.API.STREAM.CREATE.{stream}",
         f"$JS.API.STREAM.UPDATE.{stream}",
-        f"$JS.API.STREAM.DELETE.{stream}",
         f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.>",
     )

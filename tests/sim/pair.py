@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.counters import DROPPED
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import QueueConfig
@@ -158,18 +159,18 @@ class Pair:
         await store.put(key, encode_engine(self.decode.metadata))
         role = PrefillEngineConfig(cells_path="", min_prefix_read_length=4, queue=QUEUE)
         self.prefill = await self.engine("prefill", role)
-        self.jobs = PrefillJobs(
+        parts = WriterParts(
             namespace="t",
             lease_id=2,
-            queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
             engine=self.prefill,
             cells=self.cells,
             links=_Links(store, self.prefill),  # type: ignore[arg-type]
             messaging=self.servers.messaging(),
-            registry=CollectorRegistry(),
             clock=self.clock,
             on_drop=self._drop,
         )
+        queue = await self.stack.enter_async_context(self.servers.queue(QUEUE))
+        self.jobs = PrefillJobs(parts, queue, CollectorRegistry())
         beat = publish_heartbeats(
             self.servers.messaging(),
             namespace="t",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
+from dynamo_lite.disagg.counters import RemotePrefillMetrics
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
-from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names

@@ -3,13 +3,12 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
-from dynamo_lite.disagg.queue.base import MAX_AGE_S, Incarnations, QueueConfig, QueueDepth
+from dynamo_lite.disagg.queue.base import MAX_AGE_S, QueueConfig, QueueDepth
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 
 
@@ -71,25 +70,17 @@ class MemoryBroker:
     def __init__(self) -> None:
         self.connected = True
         self._streams: dict[str, MemoryStream] = {}
-        self.users: list[MemoryQueue] = []
 
     def set_connected(self, connected: bool) -> None:
         """False: calls raise BrokerUnavailable, pulls get nothing."""
         self.connected = connected
         for stream in self._streams.values():
             stream.changed.set()
-        self._tell_users()
 
     def lose(self) -> None:
-        """Loses all queues, as a NATS server that is restarted; users hear it while connected."""
+        """Loses all queues, as a NATS server that is restarted."""
         for stream in self._streams.values():
             stream.lose()
-        self._tell_users()
-
-    def _tell_users(self) -> None:
-        if self.connected:
-            for user in list(self.users):
-                user.look()
 
     def check_connected(self) -> None:
         if not self.connected:
@@ -137,31 +128,15 @@ class MemoryQueue:
         self._name = stream
         self._config = config or QueueConfig()
         self._stream = MemoryStream(self._config)
-        self._incarnations = Incarnations()
         self._turns = LaneTurns()
         self._stopped = False
 
     async def __aenter__(self) -> Self:
         self._stream = self._broker.stream(self._name, self._config)
-        self._broker.users.append(self)
-        self.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self in self._broker.users:
-            self._broker.users.remove(self)
         await self.stop_pulling()
-
-    @property
-    def incarnation(self) -> int:
-        return self._incarnations.number
-
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
-        return self._incarnations.watch(callback)
-
-    def look(self) -> None:
-        """Called when the broker is connected: checks whether the queue was lost."""
-        self._incarnations.seen(self._stream.number)
 
     async def push(
         self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
@@ -191,8 +166,9 @@ class MemoryQueue:
     async def depth(self) -> QueueDepth:
         self._broker.check_connected()
         self._stream.expire()
-        entries = self._stream.entries.values()
-        return QueueDepth(len(entries), sum(len(entry.payload) for entry in entries))
+        stream, entries = self._stream, self._stream.entries.values()
+        size = sum(len(entry.payload) for entry in entries)
+        return QueueDepth(len(entries), size, stream.number, stream.last_sequence)
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)

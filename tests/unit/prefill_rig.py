@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken
+from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import Job
@@ -143,19 +144,18 @@ class Rig:
         ids = itertools.count(1)
         self.links: ScriptedLinks = links or ScriptedLinks()
         self.links.store = self.store
-        self.jobs = PrefillJobs(
+        parts = WriterParts(
             namespace=NAMESPACE,
             lease_id=LEASE,
-            queue=self.queue,
             engine=self.engine,  # type: ignore[arg-type]
             cells=self.cells,
             messaging=self.messaging,
-            registry=self.registry,
             links=self.links,  # type: ignore[arg-type]
             tracer=tracer,
             new_claim=lambda: next(ids),
             clock=Clock(monotonic=loop_time, boottime=self.boottime),
         )
+        self.jobs = PrefillJobs(parts, self.queue, self.registry)
         self.pushed = 0
         self.tasks: list[asyncio.Task[None]] = []
         #: When each claim came, and the claim.

@@ -1,21 +1,16 @@
 """What a decode engine remembers of its decisions, and its answers about them."""
 
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from dynamo_lite.cli import decision_view
-from dynamo_lite.disagg.counters import Counters
-from dynamo_lite.disagg.decision.rule import DecisionReason, Local
+from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.decode import decision_log
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
-from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,
-    DecisionInputs,
     Explain,
     QueueSeen,
     decode_explain,
@@ -49,7 +44,7 @@ async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, cloc
         QUEUE_SIZE,
         TIMEOUT_S,
     )
-    assert said.asked is None and said.computed_s is None
+    assert said.asked is None
     assert (said.time_left_s, said.transferable, said.leaving) == (TIMEOUT_S, True, False)
 
 
@@ -135,75 +130,6 @@ async def test_what_a_writer_says_of_its_failure_is_shown(decode: Decode):
     assert "  writer   write ended in state ERR!" in decision_view.as_text(*remote)
 
 
-async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualClock):
-    decode.tune(max_local_prefill_length=1000)
-    decode.admit(prompt("r1", 100))
-    for tokens in (60, 40):
-        decode.half.build_step((), {"r1": tokens, "other": 5})
-        clock.now += 1
-    assert told(decode)[0].computed_s is None
-    decode.half.build_step((), {"r1": 1})
-    assert told(decode)[0].computed_s == 2
-    decode.admit(prompt("r2", 50))
-    assert told(decode)[1].computed_s is None
-    decode.half.build_step((), {"r2": 50})
-    clock.now += 0.5
-    decode.finish("r2")
-    assert told(decode)[1].computed_s == 0.5
-    decode.finish_last("r1")
-
-
-class Computing:
-    """Prompts that are computed here, from time 0 on."""
-
-    def __init__(self, overlapping_steps: int):
-        log = DecisionLog(cast("Any", None), lambda: 0.0)
-        self.now = 0.0
-        self.prefills = RemotePrefills(Counters(), log, lambda: self.now, overlapping_steps)
-
-    def computes(self, request_id: str, tokens: int) -> RemotePrefill:
-        request = prompt(request_id, tokens)
-        prefill = self.prefills.proposed(request, here(tokens))
-        assert self.prefills.allocated(request) is prefill
-        return prefill
-
-    def step(self, scheduled: dict[str, int], now: float) -> None:
-        self.now = now
-        self.prefills.stepped(scheduled)
-
-    def finish(self, prefill: RemotePrefill, now: float) -> None:
-        self.now = now
-        self.prefills.finished(prefill.request_id)
-
-
-def here(tokens: int) -> Decided:
-    inputs = DecisionInputs(prompt_tokens=tokens, cached_tokens=0)
-    return Decided(Local(DecisionReason.SHORT), 0.0, inputs, cast("Any", None))
-
-
-def test_overlapping_steps_end_later():
-    engine = Computing(2)
-    prefill = engine.computes("r", 100)
-    engine.step({"r": 100}, 0.0)
-    engine.step({"r": 1}, 0.0)
-    assert prefill.computed_s is None
-    engine.step({"r": 1}, 4.0)
-    assert prefill.computed_s == 4.0
-    engine.finish(prefill, 5.0)
-    assert prefill.computed_s == 4.0 and not engine.prefills
-
-
-def test_an_aborted_prompt_was_not_computed():
-    engine = Computing(1)
-    short, aborted = engine.computes("short", 5), engine.computes("aborted", 100)
-    engine.step({"short": 5, "aborted": 50}, 0.0)
-    engine.step({}, 1.0)
-    assert (short.computed_s, aborted.computed_s) == (1.0, None)
-    engine.finish(short, 2.0)
-    engine.finish(aborted, 2.0)
-    assert aborted.computed_s is None and not engine.prefills
-
-
 async def test_the_oldest_are_forgotten(
     decode: Decode, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
@@ -261,7 +187,7 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     text = decision_view.as_text(*remote)
     assert "remote, long" in text and "0 of them cached here" in text
     assert "  outcome  under way" in text and "1 prefill worker;" in text
-    assert "  outcome  not computed yet, or aborted" in decision_view.as_text(*local)
+    assert "  outcome  computed here" in decision_view.as_text(*local)
     lines = decision_view.as_table([remote, local]).splitlines()
     assert "remote/long" in lines[1] and "local/short" in lines[2]
     told_json = decision_view.as_json([remote])[0]
@@ -292,13 +218,13 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
 
 
 def test_a_local_verdict_takes_a_few_lines():
-    shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE, computed_s=0.5))
+    shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE))
     assert [line.strip() for line in shown.splitlines()][1:] == [
         "verdict  local, too_late",
         "prompt   100 tokens, 40 of them cached here",
         "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
         "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
-        "outcome  computed here in 500.0 ms",
+        "outcome  computed here",
     ]
 
 

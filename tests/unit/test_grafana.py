@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.disagg.metrics import RemotePrefillMetrics
+from dynamo_lite.disagg.counters import RemotePrefillMetrics
 from dynamo_lite.planner.planner import PlannerMetrics
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats

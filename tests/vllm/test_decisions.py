@@ -128,6 +128,5 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
         chat = api.chat.completions.create(model="tiny", messages=hello, max_tokens=2)
     [short] = explained(disagg, chat.id)
     assert (short["verdict"], short["reason"]) == ("local", "short")
-    assert short["computed_s"] > 0
     lines = command(disagg, "explain", "--last", "2").splitlines()
     assert short["request_id"] in lines[-1] and "local/short" in lines[-1]

@@ -72,7 +72,7 @@ class ControlSession:
         self._clients, self._on_drop = clients, on_drop
         self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
-        self.queue_watch = QueueWatch(clock.monotonic)
+        self.queue_watch = QueueWatch(clock.monotonic, self._on_queue_lost)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._queue: PrefillQueue | None = None
         self._attempts: AttemptEvents | None = None
@@ -114,8 +114,7 @@ class ControlSession:
             await enter(self.queue_watch.running(queue, on_failure))
             async with attempts.running(on_failure):
                 self.workers.listen(self._on_members, self._on_health)
-                with queue.on_lost(self._on_queue_lost):
-                    yield
+                yield
 
     async def stepped(self, step: StepEvents) -> None:
         """The engine has made a step."""
@@ -184,7 +183,8 @@ class ControlSession:
         self._on_usable_change()
 
     def _on_queue_lost(self) -> None:
-        """The queued jobs are lost: no writer would claim them before their deadlines."""
+        """The queued jobs are lost: no writer would claim them before their deadlines. A job that
+        went into the new queue meanwhile is deleted with them."""
         self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:

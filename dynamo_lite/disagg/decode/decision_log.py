@@ -75,7 +75,6 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
         verdict="remote" if prefill.is_remote else "local",
         reason=decided.verdict.reason.value,
         thresholds=subset(DecisionThresholds, decided.options),
-        computed_s=prefill.computed_s,
         asked=Asked(
             attempt=prefill.attempt,
             outcome="" if outcome is None else outcome.value,

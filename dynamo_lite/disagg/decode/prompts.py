@@ -11,13 +11,11 @@ from dynamo_lite.disagg.decode.attempt_events import LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.disagg.decode.resume import Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
-from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import Clock
 
 
@@ -32,7 +30,6 @@ class Prompts:
         pool: BlockPool,
         prefills: RemotePrefills,
         flights: SingleFlight,
-        resumes: Resumes,
         net: ControlSession,
         *,
         clock: Clock,
@@ -40,7 +37,7 @@ class Prompts:
         overlapping_steps: int,
     ):
         self._engine_id, self._block_size, self._pool = engine_id, block_size, pool
-        self._prefills, self._flights, self._resumes = prefills, flights, resumes
+        self._prefills, self._flights = prefills, flights
         self._net, self._new_attempt = net, new_attempt
         self._clock, self._now = clock, clock.monotonic
         #: The jobs of the step that is being scheduled.
@@ -52,7 +49,6 @@ class Prompts:
         """See `DecodeScheduler.num_new_matched_tokens`."""
         prefill = self._prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:
-            self._prefills.looked_up(prefill, cached)
             return 0, False
         if prefill is not None and self._flights.waits(prefill, cached):
             return None, False
@@ -75,7 +71,7 @@ class Prompts:
             return None
         job, until = self._begin(prefill, request, block_ids, external)
         self._jobs.append(job)
-        queued_at, wait_s = prefill.asked_at, prefill.decided.options.max_queue_wait_s
+        queued_at, wait_s = prefill.times["decide"], prefill.decided.options.max_queue_wait_s
         return lambda ledger: ledger.allocated(
             request.request_id, job.attempt, until, queued_at=queued_at, max_queue_wait_s=wait_s
         )
@@ -86,11 +82,6 @@ class Prompts:
         self._filling.append(frozenset(filling))
         jobs, self._jobs = self._jobs, []
         return [self._vouched(job) for job in jobs]
-
-    def lost(self, prefill: RemotePrefill) -> None:
-        """The prompt's KV will not come, and its remote prefill has ended."""
-        if not self._resumes.lost(prefill, self._now()):
-            self._prefills.falls_back(prefill)
 
     def finished(self, request_id: str) -> None:
         """The request has ended."""
@@ -148,12 +139,10 @@ class Prompts:
             attempt,
             now,
             timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
-            max_tries=options.max_remote_prefills,
             first_block=first,
             awaited_tokens=external,
             job_tokens=wanted - first * size,
             hashes=self._flights.hashes(request),
-            above=traced(request.trace_headers),
         )
         # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.

@@ -1,13 +1,15 @@
 """One prompt as a decode engine knows it: the decision about it, and its remote prefill.
 
-How long each stage of a remote prefill took:
+The stages of a remote prefill, each from the end of the one before:
 
     decided ─decide─► asked ─publish─► queued ─pull─► pulled ─claim─► claimed
             ─fill─► received ─resume─► scheduled
+
+Without a commit the last one is `lost`, from the last stage that was reached.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
@@ -70,18 +72,6 @@ class RemotePrefill:
     #: The latter, as its commit says. They count when the KV is complete.
     writer_cached: int = 0
 
-    #: Tokens that are still to be scheduled for a prompt that is computed here.
-    left_tokens: int = 0
-    #: Number of the prompt's tokens that are computed here, and since when it waits for them:
-    #: since the decision, or since the end of a remote prefill.
-    here_tokens: int = 0
-    here_at: float = 0.0
-    #: Steps scheduled since the last prompt token was.
-    steps_since: int = 0
-    #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
-    #: bridge's thread.
-    computed_s: float | None = None
-
     #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0
     #: The limit of `tries`. Set with the prompt's first remote prefill.
@@ -111,26 +101,15 @@ class RemotePrefill:
     trace: TraceContext | None = None
     above: TraceContext | None = None
 
-    #: When the job was handed to the bridge.
-    asked_at: float = 0.0
-    #: When the broker confirmed the push.
-    published_at: float | None = None
-    #: When the claimant pulled the job.
-    pulled_at: float | None = None
-    #: When it was claimed.
-    claimed_at: float | None = None
+    #: When each stage has ended, in order; those that it reached. Read by `explain`, also on the
+    #: bridge's thread.
+    times: dict[str, float] = field(default_factory=dict[str, float])
     #: The worker that claimed the job, or gave it back without a claim; None: none has yet.
     writer: int | None = None
-    #: When the remote prefill ended for its request.
-    ended_at: float | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
     outcome: Outcome | None = None
     #: What its writer reported about a failure, or why the prefill was taken back.
     detail: str = ""
-    #: When its KV came.
-    received_at: float | None = None
-    #: When the engine scheduled the prompt's last token after its KV came.
-    scheduled_at: float | None = None
 
     #: Blocks from `first_block` on whose KV is here on all ranks that have reported; None
     #: without a report. Read by `Resumes`.
@@ -159,18 +138,11 @@ class RemotePrefill:
 
 
 def stages_s(prefill: RemotePrefill) -> dict[str, float]:
-    """Durations of the stages of a remote prefill that has ended, in seconds.
-
-    Without a commit: the stages that it reached, and `lost` for the time after them.
-    """
-    if prefill.ended_at is None:
-        return {}
-    stages = {stage: end - start for stage, (start, end) in _until_claim(prefill).items()}
-    if prefill.received_at is None or prefill.claimed_at is None:
-        return {**stages, "lost": prefill.ended_at - prefill.decided.at - sum(stages.values())}
-    stages["fill"] = prefill.received_at - prefill.claimed_at
-    if prefill.scheduled_at is not None:
-        stages["resume"] = prefill.scheduled_at - prefill.received_at
+    """Durations of the stages that a remote prefill has reached, in seconds."""
+    start, stages = prefill.decided.at, dict[str, float]()
+    for stage, end in list(prefill.times.items()):
+        stages[stage] = end - start
+        start = end
     return stages
 
 
@@ -197,61 +169,33 @@ def report_end(stats: Counters, prefill: RemotePrefill) -> None:
     """Notes the spans of a remote prefill that has ended, and counts its stages if its KV
     came."""
     _note_spans(stats, prefill)
-    if prefill.received_at is None:
-        return
-    for stage, seconds in stages_s(prefill).items():
-        stats.add_stage(stage, seconds)
+    if "fill" in prefill.times:
+        for stage, seconds in stages_s(prefill).items():
+            stats.add_stage(stage, seconds)
 
 
 def report_resume(stats: Counters, prefill: RemotePrefill) -> None:
     """Counts how long the engine took to schedule the prompt after its KV came."""
-    assert prefill.received_at is not None and prefill.scheduled_at is not None
-    stats.add_stage("resume", prefill.scheduled_at - prefill.received_at)
+    start, end = prefill.times["fill"], prefill.times["resume"]
+    stats.add_stage("resume", end - start)
     if prefill.above is not None:
-        note_child(stats, "resume", prefill.above, prefill.received_at, prefill.scheduled_at)
-
-
-def _until_claim(prefill: RemotePrefill) -> dict[str, tuple[float, float]]:
-    """Start and end of each stage up to the claim, as far as it was reached."""
-    stages = {"decide": (prefill.decided.at, prefill.asked_at)}
-    queued_at, pulled_at, claimed_at = _queued_at(prefill), prefill.pulled_at, prefill.claimed_at
-    if queued_at is not None:
-        stages["publish"] = prefill.asked_at, queued_at
-        if pulled_at is not None and claimed_at is not None:
-            stages["pull"] = queued_at, pulled_at
-            stages["claim"] = pulled_at, claimed_at
-    return stages
-
-
-def _queued_at(prefill: RemotePrefill) -> float | None:
-    """A worker may pull the job before the broker has confirmed its push."""
-    published, pulled = prefill.published_at, prefill.pulled_at
-    if pulled is None:
-        return published
-    return pulled if published is None else min(published, pulled)
+        note_child(stats, "resume", prefill.above, start, end)
 
 
 def _note_spans(stats: Counters, prefill: RemotePrefill) -> None:
-    trace, above, ended_at = prefill.trace, prefill.above, prefill.ended_at
+    trace, above, times = prefill.trace, prefill.above, prefill.times
     if trace is None or above is None:
         return
-    assert prefill.outcome is not None and ended_at is not None
+    assert prefill.outcome is not None
     named = {
         "dynamo_lite.attempt": prefill.attempt,
         "dynamo_lite.outcome": prefill.outcome.value,
     }
     if prefill.detail:
         named["dynamo_lite.detail"] = prefill.detail
-    note_span(
-        stats,
-        "remote prefill",
-        trace,
-        above.span_id,
-        prefill.asked_at,
-        ended_at,
-        attributes=named,
-    )
-    stages = _until_claim(prefill)
-    for stage, name in (("publish", "publish"), ("pull", "queue wait")):
-        if stage in stages:
-            note_child(stats, name, trace, *stages[stage])
+    asked, *_, ended = times.values()
+    note_span(stats, "remote prefill", trace, above.span_id, asked, ended, attributes=named)
+    if "publish" in times:
+        note_child(stats, "publish", trace, asked, times["publish"])
+    if "pull" in times:
+        note_child(stats, "queue wait", trace, times["publish"], times["pull"])

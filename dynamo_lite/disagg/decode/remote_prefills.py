@@ -5,7 +5,7 @@ The scheduler half and the control session tell each event to `RemotePrefills` o
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
@@ -20,33 +20,24 @@ from dynamo_lite.disagg.decode.remote_prefill import (
     report_resume,
 )
 from dynamo_lite.disagg.engine_api import Block, Prompt
-from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.protocol.trace import traced
 
 
 class RemotePrefills:
     """Methods run on the engine's thread.
 
     stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
-    keeps the records for `explain`. now: monotonic. overlapping_steps: how many steps may be in
-    flight, including the one being scheduled.
+    keeps the records for `explain`. now: monotonic.
     """
 
-    def __init__(
-        self,
-        stats: Counters,
-        decisions: DecisionLog,
-        now: Callable[[], float],
-        overlapping_steps: int,
-    ):
+    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
-        self._stats, self._now, self._overlapping = stats, now, overlapping_steps
-        # Other classes read the next three fields; only this class writes them.
+        self._stats, self._now = stats, now
+        # Other classes read the next two fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
         #: Records that are parked, by block hash and request.
         self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
-        #: Prompts that are computed here, by request.
-        self.computing: dict[str, RemotePrefill] = {}
         #: By attempt, from the request for a remote prefill until it has ended and its blocks are
         #: released.
         self._by_attempt: dict[str, RemotePrefill] = {}
@@ -60,9 +51,8 @@ class RemotePrefills:
         self.jobs = self.tokens = 0
 
     def __bool__(self) -> bool:
-        """Whether any prompt is left: waiting, computed here, or with blocks held back."""
-        kept = self.by_request or self._by_attempt or self.by_hash or self.computing
-        return bool(kept)
+        """Whether any request is left, or any attempt with blocks held back."""
+        return bool(self.by_request or self._by_attempt or self.by_hash)
 
     def __repr__(self) -> str:
         return f"<RemotePrefills requests={[*self.by_request]} attempts={[*self._by_attempt]}>"
@@ -97,10 +87,8 @@ class RemotePrefills:
         prefill.allocated, prefill.wait = True, None
         if not prefill.tries:
             prefill.cached_tokens = prefill.decided.inputs.cached_tokens
-        if not prefill.is_remote:
-            self._computes(prefill, prefill.decided.at, prefill.decided.inputs.cached_tokens)
-            if prefill.decided.verdict.reason in OVERFLOW_REASONS:
-                self._stats.add(OVERFLOW, prefill.left_tokens)
+        if prefill.decided.verdict.reason in OVERFLOW_REASONS:
+            self._stats.add(OVERFLOW, prefill.decided.inputs.uncached_tokens)
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill
@@ -113,25 +101,24 @@ class RemotePrefills:
         now: float,
         *,
         timeout_s: float,
-        max_tries: int,
         first_block: int,
         awaited_tokens: int,
         job_tokens: int,
         hashes: Sequence[Hashable],
-        above: TraceContext | None,
     ) -> float:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
-        The other arguments are fields of `RemotePrefill`. The `timeout_s` and `max_tries` of
-        the prompt's first remote prefill apply to the later ones too.
+        The other arguments are fields of `RemotePrefill`. The limits of the prompt's first remote
+        prefill apply to the later ones too.
         """
         if prefill.until is None:
-            prefill.since, prefill.until, prefill.max_tries = now, now + timeout_s, max_tries
+            prefill.since, prefill.until = now, now + timeout_s
+            prefill.max_tries = prefill.decided.options.max_remote_prefills
         prefill.tries += 1
-        prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
-        prefill.first_block, prefill.landed_blocks = first_block, None
+        prefill.attempt, prefill.prompt, prefill.times["decide"] = attempt, prompt, now
+        prefill.first_block = first_block
         prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
-        prefill.above = above
+        prefill.above = above = traced(prompt.trace_headers)
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
@@ -165,15 +152,6 @@ class RemotePrefills:
                 prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
         return prefill
 
-    def falls_back(self, prefill: RemotePrefill) -> None:
-        """The engine computes the prompt itself, since its KV will not come."""
-        self._computes(prefill, self._now(), prefill.decided.inputs.cached_tokens)
-
-    def looked_up(self, prefill: RemotePrefill, cached: int) -> None:
-        """The engine is about to compute the prompt itself, except for the `cached` tokens."""
-        if prefill.request_id in self.computing and prefill.left_tokens == prefill.here_tokens:
-            self._computes(prefill, prefill.here_at, cached)
-
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
         """The attempt's blocks stay reserved until `release`."""
         self._by_attempt[attempt].held = blocks
@@ -193,10 +171,8 @@ class RemotePrefills:
             return None
         self.jobs -= 1
         self.tokens -= prefill.job_tokens
-        prefill.ended_at, prefill.detail = self._now(), detail
-        if outcome is Outcome.COMMITTED:
-            prefill.received_at = prefill.ended_at
-        prefill.outcome = outcome
+        prefill.times["fill" if outcome is Outcome.COMMITTED else "lost"] = self._now()
+        prefill.outcome, prefill.detail = outcome, detail
         self._stats.add(f"{REMOTE}/{outcome.value}")
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
@@ -208,20 +184,7 @@ class RemotePrefills:
         if prefill is not None:
             self._unpark(prefill)
             prefill.prompt = None
-            if request_id in self.computing:
-                self._computed(prefill)
         return prefill
-
-    def stepped(self, scheduled: Mapping[str, int]) -> None:
-        """A step begins, which carries the counts and notes up to now. scheduled: how many tokens
-        it computes, by request."""
-        for request_id, prefill in list(self.computing.items()) if self.computing else ():
-            if prefill.left_tokens > 0:
-                prefill.left_tokens -= scheduled.get(request_id, 0)
-            elif prefill.steps_since < self._overlapping - 1:
-                prefill.steps_since += 1
-            else:
-                self._computed(prefill)
 
     # Events of the bridge
 
@@ -230,13 +193,17 @@ class RemotePrefills:
         prefill = self._by_attempt.get(event.attempt)
         if prefill is None or prefill.outcome is not None:
             return
+        times = prefill.times
         match event:
             case Published():
-                prefill.published_at = event.at
+                times.setdefault("publish", event.at)
             case Claimed():
-                prefill.pulled_at = max(prefill.asked_at, event.pulled_at)
-                prefill.claimed_at, prefill.writer = event.at, event.writer
-            case DoneBy() if prefill.claimed_at is None:
+                # It may have been pulled before the broker's confirmation of the push came.
+                pulled = max(times["decide"], event.pulled_at)
+                times["publish"] = min(times.get("publish", pulled), pulled)
+                times["pull"], times["claim"] = pulled, event.at
+                prefill.writer = event.writer
+            case DoneBy() if "claim" not in times:
                 prefill.writer = event.writer
 
     # Questions
@@ -261,20 +228,9 @@ class RemotePrefills:
     def _scheduled(self, prefill: RemotePrefill) -> None:
         """The engine computes the prompt's last token. Only the first time after its KV came
         counts."""
-        if prefill.received_at is not None and prefill.scheduled_at is None:
-            prefill.scheduled_at = self._now()
+        if "fill" in prefill.times and "resume" not in prefill.times:
+            prefill.times["resume"] = self._now()
             report_resume(self._stats, prefill)
-
-    def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
-        prefill.here_at = at
-        prefill.here_tokens = prefill.left_tokens = prefill.decided.inputs.prompt_tokens - cached
-        self.computing[prefill.request_id] = prefill
-
-    def _computed(self, prefill: RemotePrefill) -> None:
-        """The engine has computed the prompt, or the request was aborted before."""
-        if prefill.left_tokens <= 0:
-            prefill.computed_s = self._now() - prefill.here_at
-        del self.computing[prefill.request_id]
 
     def _unpark(self, prefill: RemotePrefill) -> None:
         prefill.parked = False

@@ -73,12 +73,12 @@ class Resumes:
     ):
         self._size, self._stats, self._usable, self._cache = block_size, stats, usable, cache
 
-    def lost(self, prefill: RemotePrefill, now: float) -> bool:
-        """The engine is about to take the blocks back. Returns whether another remote prefill
-        may be requested."""
+    def lost(self, prefill: RemotePrefill, now: float) -> None:
+        """The remote prefill has ended without its KV, and the engine is about to take the blocks
+        back."""
         prompt, until = prefill.prompt, prefill.until
         if prompt is None or until is None or prefill.outcome is None:
-            return False
+            return
         reason = again(
             prefill.outcome,
             tries=prefill.tries,
@@ -103,4 +103,3 @@ class Resumes:
         self._stats.add(f"{RESUME}/{reason.value}")
         if not prefill.may_retry:
             prefill.prompt = None
-        return prefill.may_retry

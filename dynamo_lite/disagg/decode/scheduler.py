@@ -9,7 +9,7 @@ happened at the engine.
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
@@ -55,7 +55,7 @@ class DecodeScheduler:
         self._pool, self._now = pool, clock.monotonic
         self.stats = stats = Counters()
         log = DecisionLog(config, self._now)
-        self.prefills = prefills = RemotePrefills(stats, log, self._now, overlapping_steps)
+        self.prefills = prefills = RemotePrefills(stats, log, self._now)
         self._ledger = ledger or Ledger(landing_s=config.lease_ttl_s)
         self._inbox: Inbox = Inbox()
         self._net = net = ControlSession(
@@ -70,13 +70,13 @@ class DecodeScheduler:
         )
         self.bridge = open_bridge(net.session)
         self._flights = flights = SingleFlight(block_size, hash_block_size, prefills, stats)
+        self._resumes = Resumes(block_size, stats, lambda: net.workers.usable, cache)
         self._prompts = Prompts(
             config.engine_id,
             block_size,
             pool,
             prefills,
             flights,
-            Resumes(block_size, stats, lambda: net.workers.usable, cache),
             net,
             clock=clock,
             new_attempt=new_attempt,
@@ -113,16 +113,13 @@ class DecodeScheduler:
         if begin is not None:
             self._events.append(begin)
 
-    def build_step(
-        self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
-    ) -> DecodeStep:
+    def build_step(self, filling: Iterable[int] = ()) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
-        already. scheduled: how many tokens the step computes, by request."""
+        already."""
         self._stepped_at = self._now()
         # Also when blocks are released: what has arrived for them is taken before their reuse.
         self._message.poll = self.prefills.jobs > 0 or self.prefills.unsettled
         jobs = self._prompts.step(filling)
-        self.prefills.stepped(scheduled or {})
         for job in jobs:
             self._message.expect[job.attempt] = job.request_id
             self._message.blocks[job.attempt] = tuple(job.block_ids)
@@ -192,7 +189,7 @@ class DecodeScheduler:
             # All ranks have the commits of all writers, or said so of others: no write follows.
             self._events.append(lambda ledger: ledger.received(attempt))
         if not received:
-            self._prompts.lost(prefill)
+            self._resumes.lost(prefill, self._now())
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread."""

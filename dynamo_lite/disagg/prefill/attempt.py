@@ -8,8 +8,9 @@ how a decode engine cancels. So does the end of the claim, if no answer comes.
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from prometheus_client import Histogram
@@ -36,11 +37,11 @@ from dynamo_lite.protocol.prefill import (
     decode_claim_reply,
 )
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.protocol.trace import traced
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.claim_cells import ClaimCells, OpenCell
-from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import OnDrop
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import running
@@ -60,33 +61,39 @@ _REPORT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class WriterParts:
-    """What all jobs of a prefill worker need. new_claim: returns a random id, above 0."""
+    """What all jobs of a prefill worker need."""
 
     namespace: str
     lease_id: int
     engine: PrefillEngine
+    #: Those that the engine's ranks read.
     cells: ClaimCells
     messaging: Messaging
     links: PeerLinks
-    #: Set when the worker begins to leave.
-    leaving: asyncio.Event
-    #: Durations of the stages of a job.
-    stages: Histogram
-    new_claim: Callable[[], int]
-    clock: Clock
-    on_drop: OnDrop
+    clock: Clock = SYSTEM_CLOCK
+    on_drop: OnDrop = uncounted
     #: None without tracing.
-    tracer: Tracer | None
+    tracer: Tracer | None = None
+    #: Returns a random id, above 0.
+    new_claim: Callable[[], int] = lambda: secrets.randbits(63) or 1
+    #: Set when the worker begins to leave.
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class JobAttempt:
-    """The attempt of one pulled job, of which nothing is in the engine before and after `run`."""
+    """The attempt of one pulled job, of which nothing is in the engine before and after `run`.
 
-    def __init__(self, parts: WriterParts, request: RemotePrefillRequest):
+    stages: durations of its stages.
+    """
+
+    def __init__(self, parts: WriterParts, request: RemotePrefillRequest, stages: Histogram):
         self._parts, self.request, self._claim = parts, request, parts.new_claim()
+        self._stages = stages
         self._now, self._boottime = parts.clock.monotonic, parts.clock.boottime
         self._pulled = self._now()
-        self._trace = _trace_of(parts.tracer, request, self._pulled)
+        #: The job's span, and the one of its decode engine above it; None: it is not traced.
+        self._above = None if parts.tracer is None else traced(request.trace_headers)
+        self._span = None if self._above is None else self._above.child()
         #: Until when the claim holds, by CLOCK_BOOTTIME, and for how long each answer extends it.
         self._until = self._for_s = 0.0
 
@@ -94,8 +101,7 @@ class JobAttempt:
         """Returns the outcome, as the counter shows it, when it was reported to the decode
         engine."""
         outcome = await self._run()
-        if self._trace is not None:
-            self._trace.ended(outcome, self._now())
+        self._record(outcome)
         return outcome
 
     async def _run(self) -> str:
@@ -136,10 +142,11 @@ class JobAttempt:
     async def _compute(self, cell: OpenCell, link: PeerLink) -> AttemptOutcome:
         """The claim holds: has the job computed and written, and renews the claim meanwhile."""
         request, parts, claimed = self.request, self._parts, self._now()
-        parts.stages.labels("claim").observe(claimed - self._pulled)
-        if self._trace is not None:
-            self._trace.claimed(claimed)
-        job = request if self._trace is None else self._trace.request
+        self._stages.labels("claim").observe(claimed - self._pulled)
+        job = request
+        if parts.tracer is not None and self._span is not None:
+            parts.tracer.record_child("claim", self._span, self._pulled, claimed)
+            job = msgspec.structs.replace(job, trace_headers=self._span.headers())
         if not link.reads:
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         try:
@@ -147,7 +154,7 @@ class JobAttempt:
                 ended = await parts.engine.prefill(job, link.target, cell.cell, self._first_token)
         except Refused as exc:  # before the engine has the job
             return AttemptOutcome(request.attempt, "failed", str(exc))
-        parts.stages.labels("engine").observe(self._now() - claimed)
+        self._stages.labels("engine").observe(self._now() - claimed)
         if ended.outcome == "written":
             link.failures = 0
         return ended
@@ -257,6 +264,28 @@ class JobAttempt:
         except Unavailable as exc:
             self._log("its end could not be reported", str(exc))
 
+    def _record(self, outcome: str) -> None:
+        """Records the job's span, if it is traced."""
+        job, tracer = self.request, self._parts.tracer
+        if tracer is None or self._span is None or self._above is None:
+            return
+        tracer.record(
+            "prefill job",
+            self._span,
+            self._above.span_id,
+            self._pulled,
+            self._now(),
+            kind="consumer",
+            attributes={
+                "dynamo_lite.attempt": job.attempt,
+                "dynamo_lite.outcome": outcome,
+                "dynamo_lite.prompt_tokens": len(job.prompt_token_ids),
+                "dynamo_lite.cached_tokens": job.num_computed_tokens,
+                "gen_ai.request.id": job.request_id,
+            },
+            error="" if outcome == "written" else outcome,
+        )
+
     def _log(self, what: str, why: str, level: int = logging.INFO) -> None:
         ids = self.request.request_id, self.request.attempt
         logger.log(level, "request %s: attempt %s: %s: %s", *ids, what, why)
@@ -280,49 +309,3 @@ def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None
     highest = max(request.block_ids + request.prefix_block_ids)
     if highest >= target.num_blocks:
         raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")
-
-
-@dataclass(frozen=True)
-class _JobTrace:
-    """The spans of a traced job, in the trace of its request."""
-
-    tracer: Tracer
-    #: The job for the engine: its trace headers name this job's span as the parent.
-    request: RemotePrefillRequest
-    context: TraceContext
-    #: Id of the decode engine's span.
-    parent: str
-    #: Monotonic time of the pull.
-    pulled: float
-
-    def claimed(self, now: float) -> None:
-        self.tracer.record_child("claim", self.context, self.pulled, now)
-
-    def ended(self, outcome: str, now: float) -> None:
-        job = self.request
-        self.tracer.record(
-            "prefill job",
-            self.context,
-            self.parent,
-            self.pulled,
-            now,
-            kind="consumer",
-            attributes={
-                "dynamo_lite.attempt": job.attempt,
-                "dynamo_lite.outcome": outcome,
-                "dynamo_lite.prompt_tokens": len(job.prompt_token_ids),
-                "dynamo_lite.cached_tokens": job.num_computed_tokens,
-                "gen_ai.request.id": job.request_id,
-            },
-            error="" if outcome == "written" else outcome,
-        )
-
-
-def _trace_of(tracer: Tracer | None, job: RemotePrefillRequest, pulled: float) -> _JobTrace | None:
-    """None if the job is not traced."""
-    asked = traced(job.trace_headers)
-    if tracer is None or asked is None:
-        return None
-    context = asked.child()
-    job = msgspec.structs.replace(job, trace_headers=context.headers())
-    return _JobTrace(tracer, job, context, asked.span_id, pulled)

@@ -286,7 +286,7 @@ class BlockWrites:
                 first=0 if write.last else write.first,
                 num_blocks=write.num_blocks if write.last else len(write.remote_ids),
                 writers=peer.writers,
-                parts=peer.parts,
+                parts=list(peer.parts),
                 last=write.last,
                 cached_tokens=write.cached_tokens if write.last else 0,
             )

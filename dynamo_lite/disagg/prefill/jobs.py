@@ -5,23 +5,15 @@ The queue delivers each job once. `attempt.py` runs one job.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.disagg.decision.lanes import Lane
-from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.disagg.prefill.attempt import JobAttempt, WriterParts
-from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import decode_job
-from dynamo_lite.runtime.claim_cells import ClaimCells
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +26,17 @@ _BROKER_PAUSE_S = 0.2
 
 
 class PrefillJobs:
-    """fit: whether the engine can take a job now; while not, no job is pulled. cells: those that
-    the engine's ranks read. tracer: None without tracing. new_claim: returns a random id, above 0.
-    """
+    """fit: whether the engine can take a job now; while not, no job is pulled."""
 
     def __init__(
         self,
-        *,
-        namespace: str,
-        lease_id: int,
+        parts: WriterParts,
         queue: PrefillQueue,
-        engine: PrefillEngine,
-        cells: ClaimCells,
-        messaging: Messaging,
         registry: CollectorRegistry,
-        links: PeerLinks,
         fit: Callable[[], bool] = lambda: True,
-        clock: Clock = SYSTEM_CLOCK,
-        on_drop: OnDrop = uncounted,
-        tracer: Tracer | None = None,
-        new_claim: Callable[[], int] = lambda: secrets.randbits(63) or 1,
     ):
-        self._now, self._on_drop = clock.monotonic, on_drop
-        self._queue, self._fit = queue, fit
+        self._parts, self._queue, self._fit = parts, queue, fit
+        self._now, self._leaving = parts.clock.monotonic, parts.leaving
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
             "Prefill jobs pulled, by how they ended",
@@ -74,7 +54,7 @@ class PrefillJobs:
             "Time in which at least one job was in progress; counted when a job ends",
             registry=registry,
         )
-        stages = Histogram(
+        self._stages = Histogram(
             "dynamo_lite_prefill_job_stage_seconds",
             "Stages of a prefill job: claim (from its pull until it holds), engine (from"
             " there until the engine says that nothing is being written any more)",
@@ -82,23 +62,8 @@ class PrefillJobs:
             buckets=(0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
-        self._leaving = asyncio.Event()
         #: Set when the queue gets nothing more for this worker.
         self._stopped = asyncio.Event()
-        self._parts = WriterParts(
-            namespace=namespace,
-            lease_id=lease_id,
-            engine=engine,
-            cells=cells,
-            messaging=messaging,
-            links=links,
-            leaving=self._leaving,
-            stages=stages,
-            new_claim=new_claim,
-            clock=clock,
-            on_drop=on_drop,
-            tracer=tracer,
-        )
         #: Jobs that were pulled and are not over.
         self.working: set[JobAttempt] = set()
         #: Until when `_busy_s` is counted.
@@ -142,11 +107,11 @@ class PrefillJobs:
             request = decode_job(job.payload)
         except ProtocolError as exc:
             logger.warning("job %d dropped: malformed: %s", job.sequence, exc)
-            self._on_drop("job")
+            self._parts.on_drop("job")
             self._ended.labels("malformed").inc()
             await _ack(job)
             return
-        self._begin(attempt := JobAttempt(self._parts, request))
+        self._begin(attempt := JobAttempt(self._parts, request, self._stages))
         try:
             outcome = await attempt.run()
         finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.disagg.counters import PREFIX_BYTES, PREFIX_READ, Counters
 from dynamo_lite.disagg.messages import NOT_HELD, PrefixRead, RankResults
-from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks, Source
+from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.claim_cells import Until
@@ -93,7 +93,7 @@ class PrefixReads:
     def _holds(self, read: PrefixRead) -> bool:
         return self._boottime() < self._until(read.cell)
 
-    def _read(self, read: PrefixRead, source: Source) -> Transfer:
+    def _read(self, read: PrefixRead, source: RemoteRank) -> Transfer:
         there, here = source.blocks.descriptors(read.remote_ids, read.local_ids)
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))

@@ -21,28 +21,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A decode rank that gets some of this rank's heads and layers."""
+    """A decode rank that gets some of this rank's heads and layers, or from which they are read."""
 
     #: The peer's name at the mover.
     name: str
     memory: str
-    #: Where this rank's share of a block lies on both sides.
+    #: Where this rank's share of a block lies on both sides, from the source to the target.
     blocks: BlockMap
     #: The bytes of its blocks that this rank writes.
-    parts: list[Part]
+    parts: Sequence[Part] = ()
     #: Number of prefill ranks that write to it.
-    writers: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """A decode rank that holds some of this rank's heads and layers."""
-
-    #: The peer's name at the mover.
-    name: str
-    memory: str
-    #: From its blocks to this rank's.
-    blocks: BlockMap
+    writers: int = 0
 
 
 @dataclass
@@ -56,7 +45,7 @@ class _Peer:
     #: Of staged blocks; None if it needs no staging.
     layout: Layout | None
     #: The ranks to read from; None before the first read.
-    sources: list[Source] | None = None
+    sources: list[RemoteRank] | None = None
 
 
 class RemoteRanks:
@@ -86,7 +75,7 @@ class RemoteRanks:
         peer = self._connected.get(engine_id)
         return None if peer is None else peer.layout
 
-    def sources(self, engine_id: str) -> list[Source]:
+    def sources(self, engine_id: str) -> list[RemoteRank]:
         """The ranks to read from; together they hold all of this rank's share.
 
         Raises TransferError, IncompatiblePeer.
@@ -100,7 +89,7 @@ class RemoteRanks:
                 engine_id, "blocks of another size or order can be written, but not read"
             )
         peer.sources = [
-            Source(
+            RemoteRank(
                 self._add(engine_id, index, rank),
                 rank.memory,
                 BlockMap(

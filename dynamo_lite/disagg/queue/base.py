@@ -4,14 +4,12 @@
 `tests/contract/test_queue.py`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from dynamo_lite.disagg.decision.lanes import Lane, lane_of
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption
-from dynamo_lite.runtime.listeners import Listeners
 
 MAX_AGE_S = 600.0
 
@@ -61,10 +59,24 @@ def single_server_text(replicas: int) -> str:
 
 @dataclass(frozen=True)
 class QueueDepth:
+    """A reading of the queue."""
+
     #: Waiting and in flight: each counts until it is acknowledged, deleted or too old.
     jobs: int
     #: Their bytes, as the broker stores them.
     size: int
+    #: Identifies the stream: another value when the broker has lost it, and it was made again.
+    stream: Hashable
+    #: The last sequence that it has given.
+    newest: int
+
+    def lost_since(self, before: "QueueDepth") -> bool:
+        """Whether the broker has lost the jobs that it had at the reading `before`.
+
+        A cluster makes a stream that was in the memory of a lost server again by itself. It looks
+        like the old one, and counts from the same first sequence.
+        """
+        return self.stream != before.stream or self.newest < before.newest
 
 
 class Job(Protocol):
@@ -89,19 +101,9 @@ class PrefillQueue(Protocol):
     """An async context manager.
 
     Entering raises StartupError when the broker cannot be used, or has the queue with another
-    configuration. Sequences are never reused, even when the broker has lost the queue.
+    configuration. A queue that the broker has lost is made again, empty, with other sequences,
+    unless a cluster makes it by itself (`QueueDepth.lost_since`).
     """
-
-    @property
-    def incarnation(self) -> int:
-        """Increases when the broker is found to have lost the queue with its jobs; at the latest
-        when it is connected again after an outage."""
-        ...
-
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
-        """Calls `callback` in the event loop after `incarnation` has increased, while the context
-        lasts. A push may be in progress then, and may go into the new queue."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -126,10 +128,7 @@ class PrefillQueue(Protocol):
         ...
 
     async def depth(self) -> QueueDepth:
-        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable.
-
-        It also notices when the broker has lost the queue, which is then made again.
-        """
+        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable."""
         ...
 
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
@@ -146,26 +145,3 @@ class PrefillQueue(Protocol):
         """Pulls no further job. `pull` returns those that the broker has delivered to this user
         already, as no other user gets them, and then None."""
         ...
-
-
-class Incarnations:
-    """Counts how often the broker had another queue than at the check before."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        #: Identity of the queue that the broker had at the last check; None before the first
-        #: check.
-        self.identity: Hashable = None
-        self._listeners = Listeners[[]]("the queue")
-
-    def seen(self, identity: Hashable) -> None:
-        """identity: identifies the queue that the broker has now; not None."""
-        before, self.identity = self.identity, identity
-        if before in (None, identity):
-            return
-        self.number += 1
-        self._listeners.notify()
-
-    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
-        """Calls `callback` after each increase of `number` while the context lasts."""
-        return self._listeners.add(callback)

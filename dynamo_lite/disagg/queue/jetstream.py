@@ -5,8 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from nats import errors
@@ -17,7 +16,6 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import (
     MAX_AGE_S,
-    Incarnations,
     QueueConfig,
     QueueDepth,
     QueueOptions,
@@ -25,9 +23,8 @@ from dynamo_lite.disagg.queue.base import (
 from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller
 from dynamo_lite.disagg.queue.topology import (
     API_TIMEOUT_S,
-    MALFORMED,
     Topology,
-    readable,
+    unavailable,
 )
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -69,20 +66,10 @@ class JetStreamQueue:
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
         self._connection = NatsMessaging(url)
-        self._incarnations = Incarnations()
-        self._newest = 0  # the greatest sequence known
-        self._counts_again = False  # whether a sequence was given twice
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
         self._puller: Puller | None = None
-
-    @property
-    def incarnation(self) -> int:
-        return self._incarnations.number
-
-    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[object]:
-        return self._incarnations.watch(callback)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -119,7 +106,7 @@ class JetStreamQueue:
     async def _publish(self, subject: str, payload: bytes, message_id: str, life_s: float) -> int:
         """As `push`, but raises NoStreamResponseError when no stream has the subject."""
         js = self._js()
-        timeout_s, newest = self._config.push_timeout_s, self._newest
+        timeout_s = self._config.push_timeout_s
         try:
             answer = await js.publish(
                 subject,
@@ -139,12 +126,8 @@ class JetStreamQueue:
             raise BrokerUnavailable(f"push refused: {exc.description}") from exc
         except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
             raise BrokerUnavailable(f"push not sent: {exc}") from exc
-        except (errors.Error, OSError, *MALFORMED) as exc:
+        except Exception as exc:
             raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
-        if answer.seq <= newest and not answer.duplicate:
-            self._counts_again = True
-            self._missing.set()
-        self._newest = max(self._newest, answer.seq)
         return answer.seq
 
     def _ttl(self, life_s: float) -> str:
@@ -152,7 +135,7 @@ class JetStreamQueue:
         return f"{max(math.ceil(min(life_s, self._config.max_age_s)), 1)}s"
 
     async def delete(self, sequence: int) -> bool:
-        with self._errors("delete"):
+        with unavailable("delete"):
             try:
                 async with asyncio.timeout(API_TIMEOUT_S):
                     return await self._js().delete_msg(self._topology.stream, sequence)
@@ -164,15 +147,12 @@ class JetStreamQueue:
                 raise
 
     async def depth(self) -> QueueDepth:
-        newest = self._newest
-        with self._errors("depth"):
-            found = await self._topology.look(self._connected_client())
-        if found is None or found.stream != self._incarnations.identity or found.newest < newest:
+        with unavailable("depth"):
+            depth = await self._topology.depth(self._connected_client())
+        if depth is None:
             self._missing.set()
-        if found is None:
             raise BrokerUnavailable("the broker has lost the queue")
-        self._newest = max(self._newest, found.newest)
-        return QueueDepth(found.jobs, found.size)
+        return depth
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
@@ -214,17 +194,8 @@ class JetStreamQueue:
 
     async def _ensure(self) -> None:
         async with self._ensuring:
-            with self._errors("creating the queue"):
-                found = await self._topology.ensure(
-                    self._connected_client(),
-                    known=self._incarnations.identity,
-                    newest=self._newest,
-                    counts_again=self._counts_again,
-                )
-        if found.stream != self._incarnations.identity:
-            self._newest, self._counts_again = 0, False
-        self._newest = max(self._newest, found.newest)
-        self._incarnations.seen(found.stream)
+            with unavailable("creating the queue"):
+                await self._topology.ensure(self._connected_client())
 
     def _connected_client(self) -> Client:
         if not self._connection.connected:
@@ -233,15 +204,6 @@ class JetStreamQueue:
 
     def _js(self) -> JetStreamContext:
         return self._connected_client().jetstream(timeout=API_TIMEOUT_S)
-
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            with readable(what):
-                yield
-        except (errors.Error, OSError, TimeoutError) as exc:
-            reason = str(exc) or type(exc).__name__
-            raise BrokerUnavailable(f"{what}: {reason}") from exc
 
 
 def open_queue(
@@ -267,8 +229,5 @@ async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOp
     """
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     topology = Topology(stream, subject, QueueConfig.of(options))
-    with (
-        contextlib.suppress(errors.Error, BrokerUnavailable),
-        readable("checking the queue"),
-    ):
+    with contextlib.suppress(BrokerUnavailable), unavailable("checking the queue"):
         await topology.check(messaging.client, clustered=messaging.clustered)

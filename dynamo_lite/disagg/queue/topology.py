@@ -1,12 +1,10 @@
 """The stream of a queue and its consumers, one per lane: created if absent, else checked."""
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -27,56 +25,29 @@ from nats.js.errors import (
 )
 
 from dynamo_lite.disagg.decision.lanes import Lane
-from dynamo_lite.disagg.queue.base import QueueConfig, single_server_text
-from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
+from dynamo_lite.disagg.queue.base import QueueConfig, QueueDepth, single_server_text
+from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, StartupError
 
 logger = logging.getLogger(__name__)
 
 _NAME_IN_USE = 10058
 _NOT_CLUSTERED = 10074
 _NO_PEERS = 10005
-#: How long the new leader of a stream may take until it has what was acknowledged before.
-_CATCH_UP_S = 1.0
 _DUPLICATE_WINDOW_S = 120.0
-#: More jobs than can be pushed between two answers that one process gets about the stream.
-_MOST_UNSEEN = 1_000_000_000
 #: Timeout of one request to JetStream's API.
 API_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True)
-class Found:
-    """The stream that the broker has."""
-
-    #: Identifies it; another value when the broker has lost it and it was created again.
-    stream: Hashable
-    #: The last sequence that it has given.
-    newest: int
-    #: Its jobs, and their bytes.
-    jobs: int
-    size: int
-
-
-#: What reading an answer raises that is no JSON, lacks a field, or has one of another type. JSON
-#: that is nested too deeply is a RecursionError.
-MALFORMED = (
-    AttributeError,
-    LookupError,
-    OverflowError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
 @contextlib.contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Raises BrokerUnavailable instead of what `MALFORMED` names, for code that only requests and
-    reads answers."""
+def unavailable(what: str) -> Iterator[None]:
+    """Raises BrokerUnavailable instead of what nats-py raises, for code that only requests and
+    reads answers. nats-py does not check these, so that is any error."""
     try:
         yield
-    except MALFORMED as exc:
-        raise BrokerUnavailable(f"{what}: malformed answer of JetStream: {exc!r}") from exc
+    except DynamoLiteError:
+        raise
+    except Exception as exc:
+        raise BrokerUnavailable(f"{what}: {str(exc) or type(exc).__name__}") from exc
 
 
 class Topology:
@@ -99,39 +70,30 @@ class Topology:
         self.config = config
         self._wall = wall
 
-    async def ensure(
-        self,
-        client: Client,
-        *,
-        known: Hashable = None,
-        newest: int = 0,
-        counts_again: bool = False,
-    ) -> Found:
-        """Creates or checks stream and consumers; idempotent. known: the stream that was found
-        before. newest: a sequence that this stream had assigned. counts_again: whether the stream
-        has assigned a sequence twice since. If the broker has lost the jobs, the stream is created
-        again.
+    async def ensure(self, client: Client) -> None:
+        """Creates or checks stream and consumers; idempotent.
 
         Raises StartupError if the queue exists with another configuration, or needs a cluster.
-        Errors of the client pass through, and what `MALFORMED` names.
+        Errors of the client pass through.
         """
         js = client.jetstream(timeout=API_TIMEOUT_S)
-        stream = await self._stream(js)
-        if stream is not None and _identity(stream) == known:
-            stream = await self._unless_lost(js, stream, newest, counts_again)
-        if stream is None:
-            stream = await self._create(js, newest)
+        stream = await self._stream(js) or await self._create(js)
         self._check(stream.config)
         if (stream.config.num_replicas or 1) < self.config.replicas:
-            stream = await self._replicate(js, stream.config)
+            await self._replicate(js, stream.config)
         for lane in Lane:
             await js.add_consumer(self.stream, self._consumer_config(lane))
-        return _found(stream)
 
-    async def look(self, client: Client) -> Found | None:
-        """The stream; None if the broker does not have it. Errors pass through as from `ensure`."""
+    async def depth(self, client: Client) -> QueueDepth | None:
+        """None if the broker does not have the stream. Errors pass through as from `ensure`."""
         stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
-        return None if stream is None else _found(stream)
+        if stream is None:
+            return None
+        state, identity = stream.state, (stream.created, stream.config.first_seq)
+        messages, size, newest = (
+            _number(each) for each in (state.messages, state.bytes, state.last_seq)
+        )
+        return QueueDepth(messages, size, identity, newest)
 
     async def check(self, client: Client, *, clustered: bool) -> None:
         """Raises StartupError if `ensure` would; changes nothing.
@@ -153,45 +115,22 @@ class Topology:
         except NotFoundError:
             return None
 
-    async def _create(self, js: JetStreamContext, newest: int) -> StreamInfo:
+    async def _create(self, js: JetStreamContext) -> StreamInfo:
         try:
             with self._placement():
-                return await js.add_stream(self._stream_config(newest))
+                return await js.add_stream(self._stream_config())
         except BadRequestError as exc:
             if exc.err_code != _NAME_IN_USE:
                 raise
             return await js.stream_info(self.stream)
 
-    async def _replicate(self, js: JetStreamContext, found: StreamConfig) -> StreamInfo:
+    async def _replicate(self, js: JetStreamContext, found: StreamConfig) -> None:
         """Adds replicas to a stream that has too few; its jobs stay."""
         wanted = self.config.replicas
         with self._placement():
-            changed = await js.update_stream(dataclasses.replace(found, num_replicas=wanted))
+            await js.update_stream(dataclasses.replace(found, num_replicas=wanted))
         before = found.num_replicas or 1
         logger.info("replicas of the queue %s: %d before, %d now", self.stream, before, wanted)
-        return changed
-
-    async def _unless_lost(
-        self, js: JetStreamContext, stream: StreamInfo, newest: int, counts_again: bool
-    ) -> StreamInfo | None:
-        """Returns the stream. If the broker has lost its jobs, deletes the stream and returns
-        None.
-
-        A cluster recreates a stream that was in the memory of a killed server. The new stream
-        looks like the old one, and counts from the same first sequence.
-        """
-        if not counts_again:
-            if _last_sequence(stream) >= newest:
-                return stream
-            await asyncio.sleep(_CATCH_UP_S)
-            again = await self._stream(js)
-            if again is None or _last_sequence(again) >= newest:
-                return again
-            if not _in_step(again):
-                raise BrokerUnavailable(f"the replicas of the queue {self.stream} differ")
-        logger.warning("the broker has lost the jobs of queue %s; creating it again", self.stream)
-        await js.delete_stream(self.stream)
-        return None
 
     @contextlib.contextmanager
     def _placement(self) -> Iterator[None]:
@@ -224,7 +163,7 @@ class Topology:
                 " left-over"
             )
 
-    def _stream_config(self, newest: int) -> StreamConfig:
+    def _stream_config(self) -> StreamConfig:
         config = self.config
         return StreamConfig(
             name=self.stream,
@@ -238,8 +177,8 @@ class Topology:
             allow_msg_ttl=True,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and the end of a lost job
-            # would hit a new one. Others may have pushed since, or begun by a clock that is ahead.
-            first_seq=max(int(self._wall() * 1e6), newest + _MOST_UNSEEN),
+            # would hit a new one.
+            first_seq=int(self._wall() * 1e6),
             metadata=shared_settings(config),
         )
 
@@ -257,32 +196,11 @@ class Topology:
         )
 
 
-def _found(stream: StreamInfo) -> Found:
-    state = stream.state
-    return Found(
-        _identity(stream), _last_sequence(stream), _number(state.messages), _number(state.bytes)
-    )
-
-
-def _in_step(stream: StreamInfo) -> bool:
-    """Whether all replicas that are up have what the leader has."""
-    peers = (stream.cluster.replicas if stream.cluster else None) or []
-    return all(peer.current or peer.offline for peer in peers)
-
-
-def _last_sequence(stream: StreamInfo) -> int:
-    return _number(stream.state.last_seq)
-
-
 def _number(found: object) -> int:
     """nats-py takes any type."""
     if not isinstance(found, int):
         raise TypeError(f"{found!r} in the state of a stream")
     return found
-
-
-def _identity(stream: StreamInfo) -> Hashable:
-    return stream.created, stream.config.first_seq
 
 
 def consumer_name(lane: Lane) -> str:

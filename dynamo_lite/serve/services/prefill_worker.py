@@ -9,6 +9,7 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
+from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.disagg.queue.base import PrefillQueue
@@ -58,19 +59,22 @@ class PrefillWorker:
             on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
-        self._jobs = jobs = PrefillJobs(
+        parts = WriterParts(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
-            queue=queue,
             engine=engine,
             cells=cells,
             messaging=host.messaging,
-            registry=host.registry,
-            fit=lambda: probe.verdict()[0] and not links.hopeless,
             links=links,
             clock=host.clock,
             on_drop=host.drops,
             tracer=host.tracer,
+        )
+        self._jobs = jobs = PrefillJobs(
+            parts,
+            queue,
+            host.registry,
+            fit=lambda: probe.verdict()[0] and not links.hopeless,
         )
         # So that decode engines that do not fit know it from the start.
         host.spawn(links.run(), "links")

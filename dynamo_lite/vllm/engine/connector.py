@@ -253,9 +253,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
-            computed = scheduler_output.num_scheduled_tokens
-            step = self._decode.build_step(filling, computed)
-            if self._waits and not computed:
+            step = self._decode.build_step(filling)
+            if self._waits and not scheduler_output.num_scheduled_tokens:
                 step.wait_s = arrival_wait_s(self._decode.awaits_kv_s)
                 if step.wait_s and step.expect:
                     let_bridge_run()

@@ -21,10 +21,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from dynamo_lite.disagg.counters import SPAN
+from dynamo_lite.disagg.counters import SPAN, RemotePrefillMetrics
 from dynamo_lite.disagg.engine import EngineLoad, KvEvents
 from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
-from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     EngineDied,

@@ -52,11 +52,8 @@ class VllmPrefillEngine(VllmEngine):
         sampled = self._samples(job)
         model = self.config.model_config
         request = requests.prefill(job, target, cell, model, first_token=sampled)
-        with self._attempts.open(job.attempt) as attempt:
-            await self._add(request)
-            if sampled and (first := await attempt.first_token()) is not None:
-                await on_first_token(*first)
-            return await attempt.ended
+        wanted = on_first_token if sampled else None
+        return await self._attempts.run(job.attempt, self._add(request), wanted)
 
     def check_peer(self, target: EngineMetadata) -> bool:
         assert self.metadata is not None

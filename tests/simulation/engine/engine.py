@@ -173,11 +173,12 @@ class SimEngine:
             sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
         self._check_prompt(prompt)
         transfer = pack(PrefillJobParams.of(job, target, cell))
-        with self._attempts.open(job.attempt) as attempt:
+
+        async def added() -> None:
             self._add(job.attempt, job, prompt, sampling, 1, transfer)
-            if wanted is not None and (first := await attempt.first_token()) is not None:
-                await on_first_token(*first)
-            return await attempt.ended
+
+        sampled = None if wanted is None else on_first_token
+        return await self._attempts.run(job.attempt, added(), sampled)
 
     def check_peer(self, target: EngineMetadata) -> bool:
         assert self.metadata is not None

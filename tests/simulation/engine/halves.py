@@ -156,7 +156,7 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
             self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
     def build_step(self, plan: StepPlan) -> Any:
-        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
+        step = self.scheduler.build_step(plan.filling)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
         return step
