@@ -8,6 +8,7 @@ For tests there are also
     mla          DeepSeek V2: multi-head latent attention, no experts
     sliding      Mistral: a sliding window of 128 tokens in all layers
     hybrid       Jamba: one Mamba layer and one attention layer
+    eagle        a draft for `tiny`: EAGLE, one layer
 
 The same seed gives the same weights. The model's text is noise; otherwise it is a real
 model with chat template, bfloat16 weights and grouped-query attention. Nothing is
@@ -86,6 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
 }
+SHAPES["eagle"] = {**SHAPES["tiny"], "num_hidden_layers": 1}
 #: transformers' name of the architecture; Llama for all others.
 ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Jamba"}
 
@@ -147,7 +149,25 @@ def make(directory: Path, shape: str) -> None:
         )
     ).bfloat16()
     model.save_pretrained(directory)
+    if shape == "eagle":
+        _write_draft(model, directory)
     tokenizer.save_pretrained(directory)
+
+
+def _write_draft(model: Any, directory: Path) -> None:
+    """The layers, and what joins the target's hidden state with the next token's embedding. The
+    embedding and the head are the target's (https://github.com/SafeAILab/EAGLE)."""
+    import torch
+    from safetensors.torch import save_file
+
+    width = model.config.hidden_size
+    layers = {
+        name.removeprefix("model."): weight
+        for name, weight in model.state_dict().items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    joining = torch.randn(width, 2 * width, dtype=torch.bfloat16) * model.config.initializer_range
+    save_file({**layers, "fc.weight": joining}, directory / "model.safetensors")
 
 
 def _merges(vocabulary: dict[str, int], size: int) -> list[tuple[str, str]]:
@@ -167,7 +187,7 @@ def recipe_of(shape: str) -> dict[str, Any]:
     """Content of recipe.json, which identifies the model in a directory."""
     if shape == "tiny":
         return RECIPE
-    named = {"name": shape} if shape in ARCHITECTURES else {}
+    named = {"name": shape} if shape in ARCHITECTURES or shape == "eagle" else {}
     return {**RECIPE, "shape": SHAPES[shape], **named}
 
 

@@ -61,12 +61,12 @@ BUDGET = {
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_036,
     "dynamo_lite/disagg": 6_649,
-    "dynamo_lite/vllm": 6_281,
+    "dynamo_lite/vllm": 6_233,
     "dynamo_lite/forward": 5_137,
     "dynamo_lite/planner": 2_099,
     "dynamo_lite/serve": 5_803,
     "dynamo_lite/cli": 2_869,
-    "tests": 56_480,
+    "tests": 56_471,
     "tests/simulation": 8_562,
 }
 SLACK = 50

@@ -93,8 +93,9 @@ def _first_of(since: str, before: str) -> Any:
 
 def structured_outputs(args: "AsyncEngineArgs") -> "StructuredOutputsConfig":
     """The configuration of grammars, with the reasoning parser of the arguments."""
-    if hasattr(args, "create_structured_outputs_config"):  # from 0.32 on
-        return args.create_structured_outputs_config()
+    create = getattr(args, "create_structured_outputs_config", None)  # from 0.32 on
+    if create is not None:
+        return create()
     config = args.structured_outputs_config
     config.reasoning_parser = args.reasoning_parser or config.reasoning_parser
     plugin = args.reasoning_parser_plugin or config.reasoning_parser_plugin

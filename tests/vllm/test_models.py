@@ -1,6 +1,7 @@
-"""Models of other kinds: their KV is handed over, or they are refused at the start.
+"""Models of other kinds, and one with drafts: their KV is handed over, or they are refused at the
+start.
 
-Two pairs of a decode and a prefill worker, each in a namespace of its own and without a
+A pair of a decode and a prefill worker for each, in a namespace of its own and without a
 Frontend. What is right is what the decode worker generates alone.
 """
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
-from tests.vllm.graph import Graph, eventually, together
+from tests.vllm.graph import MODEL, Graph, eventually, together
 from tests.vllm.models import model_of
 from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
 #: of the CPU build runs on processors with AMX only.
-OPTIONS = {"mla": {"block-size": 16, "attention-backend": "CPU_MLA"}, "sliding": {}}
+OPTIONS = {"mla": {"block-size": 16, "attention-backend": "CPU_MLA"}, "sliding": {}, "eagle": {}}
 #: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
 WINDOW_BLOCKS = 128 // 32 + 2
 #: Full and begun blocks; all beyond the sliding window.
@@ -32,13 +33,15 @@ class Worker(Graph):
     """One service alone, in the namespace that is called as the model."""
 
     def __init__(self, directory: Path, model: str, service: str, servers: list[str]):
-        made = model_of(model)
-        changes = OPTIONS.get(model, {}).items()
+        made, changes = model_of(model), {**OPTIONS.get(model, {})}
+        if model == "eagle":
+            drafts = {"method": "eagle", "model": str(made), "num_speculative_tokens": 2}
+            made, changes["speculative-config"] = MODEL, drafts
         super().__init__(
             directory / f"{model}-{service}",
             options=[
                 *(f"--Common.model={made}", "--namespace", model, *servers),
-                *(f"--{service}.{key}={json.dumps(value)}" for key, value in changes),
+                *(f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()),
             ],
             service=service,
         )

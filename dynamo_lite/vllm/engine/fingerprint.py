@@ -56,7 +56,8 @@ def fingerprint(
         "rope": json.dumps(getattr(text, "rope_parameters", None), sort_keys=True, default=str),
         "max_model_len": str(max_model_len or model.max_model_len),
         "quantization": _quantization(model),
-        "weights": weights_print(config),
+        "weights": weights_print(config.model_config, config.load_config),
+        "speculation": _speculation(config),
         "layers": str(getattr(text, "num_hidden_layers", "")),
         "kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
@@ -87,6 +88,29 @@ def _of_the_model(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return [_of_the_model(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _speculation(config: VllmConfig) -> str:
+    """The draft that keeps KV in the engine's blocks; "" for drafts without KV (ngram, suffix).
+
+    As in vLLM's NIXL connector (`_get_speculative_compatibility_factors`), and the draft's weights.
+    """
+    drafts = config.speculative_config
+    if drafts is None or not drafts.uses_draft_kv_cache():
+        return ""
+    model = drafts.draft_model_config
+    assert model is not None
+    factors = {
+        "method": drafts.method,
+        "model": PurePath(model.model).name,
+        "revision": model.revision,
+        "code_revision": model.code_revision,
+        "config": _config_print(model),
+        "parallel_drafting": drafts.parallel_drafting,
+        "kv_cache_dtype": str(drafts.kv_cache_dtype or config.cache_config.cache_dtype),
+        "weights": weights_print(model, drafts.draft_load_config or config.load_config),
+    }
+    return json.dumps(factors, sort_keys=True)
 
 
 def _quantization(model: ModelConfig) -> str:

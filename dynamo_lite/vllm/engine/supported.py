@@ -54,6 +54,7 @@ def check_config(config: VllmConfig) -> None:
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
     _check_writes(config)
+    _check_drafts(config)
     if reason := _unsupported_model(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
 
@@ -165,6 +166,17 @@ def _check_writes(config: VllmConfig) -> None:
                 " prefill worker on vLLM's V1 model runner: only the last stage would write its"
                 " KV; remove one of them"
             )
+
+
+def _check_drafts(config: VllmConfig) -> None:
+    """Raises StartupError for drafts whose KV depends on tokens that a job does not have."""
+    ahead = config.num_prefill_lookahead_tokens
+    if ahead > 2:
+        raise StartupError(
+            f"speculative-config: drafts that read {ahead} tokens ahead are not supported with"
+            " remote prefill: a prefill worker does not get the prompt's last token; at most 2"
+            " tokens (num_speculative_tokens) go"
+        )
 
 
 def _check_one_host(parallel: ParallelConfig) -> None:

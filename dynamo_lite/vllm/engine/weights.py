@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,12 @@ _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 1024
 _LENGTH_BYTES, _LONGEST_HEADER = 8, 100_000_000
 
 
-def weights_print(config: VllmConfig) -> str:
+def weights_print(model: ModelConfig, load: LoadConfig) -> str:
     """Returns a hash of the loaded files, or the model's name and why they were not read.
 
     Call it when the engine is up: a model of the hub must have been downloaded. On a local disk it
     takes milliseconds, and up to a second with tens of thousands of tensors.
     """
-    model, load = config.model_config, config.load_config
     name = model.model_weights or model.model
     try:
         path = _local_path(name, model.revision, load.download_dir)

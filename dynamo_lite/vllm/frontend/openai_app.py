@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import NoReturn
 
 import vllm.envs as envs
+from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.config import VllmConfig
@@ -34,8 +35,8 @@ from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
+from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes
 from dynamo_lite.vllm.frontend.intake import OpenIntake
-from dynamo_lite.vllm.frontend.invocations import fail_fast_routes, replace_invocations
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
@@ -130,6 +131,12 @@ def frontend_config(args: Namespace) -> VllmConfig:
     return config
 
 
+def drop_invocations(app: FastAPI) -> None:
+    """SageMaker's route validates by itself, and collects all errors of a body."""
+    routes = app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", None) != "/invocations"]
+
+
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
     """The key is checked first: without it no body is received."""
     held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
@@ -172,8 +179,8 @@ async def open_app(
     try:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
+        drop_invocations(app)
         fail_fast_routes(app)
-        replace_invocations(app, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
@@ -203,8 +210,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready", "/metrics", "/ver
 class KeyGuard:
     """ASGI middleware: every route but `OPEN_PATHS` requires a key.
 
-    vLLM's own middleware only protects a few prefixes, and its app has other routes that generate
-    text (`/invocations`). Here the open routes are listed, so routes that a new version adds are
+    vLLM's own middleware only protects a few prefixes, and its app has other routes that take
+    prompts (`/tokenize`). Here the open routes are listed, so routes that a new version adds are
     protected. keys: the accepted ones, at least one. root_path: that of the app.
     """
 

@@ -60,7 +60,7 @@ async def test_every_route_but_the_open_ones_asks_for_the_key(model: Path, no_le
             assert (answer.status_code != 401) == is_open, (method, path, answer.status_code)
             asked.add(path)
         assert asked >= {
-            *("/v1/completions", "/invocations", "/tokenize", "/detokenize", "/load", "/docs"),
+            *("/v1/completions", "/tokenize", "/detokenize", "/load", "/docs"),
             *("/openapi.json", "/scale_elastic_ep", "/generative_scoring", "/v1/messages"),
         }
         assert not front.workers.asked
@@ -82,7 +82,7 @@ async def test_every_route_but_the_open_ones_asks_for_the_key(model: Path, no_le
 )
 async def test_which_keys_are_taken(model: Path, header: str, welcome: bool):
     async with open_front(model, "--api-key", "secret", "other") as front:
-        for path, body in (("/v1/completions", TEXT), ("/invocations", CHAT)):
+        for path, body in (("/v1/completions", TEXT), ("/tokenize", {"prompt": "hi"})):
             answer = await front.post(path, body, authorization=header)
             assert answer.status_code == (200 if welcome else 401)
             if not welcome:
@@ -223,11 +223,11 @@ BAD_TEXT = ("\ud800", "a\udfffb", "\udc00\ud800", "\ud83d\ud83d\ude00")
 @pytest.mark.parametrize("text", BAD_TEXT, ids=ascii)
 async def test_half_a_surrogate_pair_is_a_400_wherever_it_is(front: Front, text: str):
     fields = {"prompt": text, "stop": text, "logit_bias": {text: 1}, "unknown": {"x": text}}
-    for path in ("/v1/completions", "/invocations"):
-        for field, value in fields.items():
-            answer = await post_bytes(front, path, json.dumps(TEXT | {field: value}).encode())
-            assert answer.status_code == 400, answer.text
-            assert "half of a surrogate pair" in answer.json()["error"]["message"]
+    for field, value in fields.items():
+        body = json.dumps(TEXT | {field: value}).encode()
+        answer = await post_bytes(front, "/v1/completions", body)
+        assert answer.status_code == 400, answer.text
+        assert "half of a surrogate pair" in answer.json()["error"]["message"]
     assert not front.workers.asked
 
 
@@ -285,7 +285,6 @@ async def test_what_a_clients_priority_may_do(
     bodies = (
         ("/v1/completions", TEXT),
         ("/v1/chat/completions", CHAT),
-        ("/invocations", TEXT),
         ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 2}),
         ("/v1/completions", TEXT | {"n": 2, "temperature": 1}),
         ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 2}),
@@ -314,57 +313,11 @@ async def test_the_first_error_of_a_list_ends_its_validation(front: Front):
     error = answer.json()["error"]
     assert error["message"].startswith("15 validation errors") and "messages.0" in error["param"]
     responses = json.dumps({"model": "tiny", "input": [{}] * 100_000}).encode()
-    for path, other in (("/v1/responses", responses), ("/invocations", body)):
-        began = time.monotonic()
-        answer = await post_bytes(front, path, other)
-        assert answer.status_code == 400 and time.monotonic() - began < 5, path
-
-
-# Invocations
-
-TYPES = "Expected one of: ['ChatCompletionRequest', 'CompletionRequest']"
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (CHAT, "chat.completion"),
-        (TEXT, "text_completion"),
-        (TEXT | CHAT, "chat.completion"),
-        (TEXT | {"messages": [{}]}, "text_completion"),
-    ],
-    ids=["chat", "text", "both", "text with bad messages"],
-)
-async def test_an_invocation_is_the_first_type_that_fits(front: Front, body: dict, kind: str):
-    answer = await front.post("/invocations", body)
-    assert answer.status_code == 200 and answer.json()["object"] == kind
-    lines = (await front.post("/invocations", body | {"stream": True})).text.splitlines()
-    assert json.loads(lines[0].removeprefix("data: "))["object"].startswith(kind)
-    assert lines[-2] == "data: [DONE]"
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"[]", 400, TYPES),
-        (b'{"prompt": 1, "messages": [{}]}', 400, TYPES),
-        (b"[" * 100_000, 400, "JSON decode error"),
-        (json.dumps(TEXT | {"model": "other"}).encode(), 404, "`other` does not exist"),
-    ],
-)
-async def test_an_invocation_that_fails_has_vllms_error(
-    front: Front, body: bytes, status: int, message: str
-):
-    answer = await post_bytes(front, "/invocations", body)
-    assert answer.status_code == status, answer.text
-    assert message in answer.json()["error"]["message"]
-    assert not front.workers.asked
-
-
-async def test_an_invocation_is_json_by_its_header(front: Front):
-    answer = await front.http.post("/invocations", content=json.dumps(TEXT))
-    assert answer.status_code == 400 and "Unsupported Media Type" in answer.text
-    assert (await front.http.get("/invocations")).status_code == 405
+    began = time.monotonic()
+    answer = await post_bytes(front, "/v1/responses", responses)
+    assert answer.status_code == 400 and time.monotonic() - began < 5
+    # It would collect all errors.
+    assert (await post_bytes(front, "/invocations", body)).status_code == 404
 
 
 # Answers in parts

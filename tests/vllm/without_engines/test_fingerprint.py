@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
@@ -199,3 +199,39 @@ def test_other_weights_in_a_folder_of_the_same_name_are_refused(models: Path):
     words = f"weights: {ours['weights']!r} here, {theirs['weights']!r} there"
     with pytest.raises(IncompatiblePeer, match=f"^.*{re.escape(words)}$"):
         check_peer(own, peer)
+
+
+@pytest.fixture(scope="module")
+def drafts(models: Path) -> Path:
+    """Two folders of one name with the same draft of one layer."""
+    for host in ("one", "two"):
+        folder = write_model(models / host / "draft")
+        (folder / "model.safetensors").write_bytes(b"draft")
+    return models
+
+
+def drafted(folder: Path, **given: Any) -> str:
+    """What the fingerprint says of drafts."""
+    target = ModelConfig(model=str(folder / "llama"), max_model_len=512, dtype="bfloat16")
+    model = str(folder / "draft")
+    made: dict[str, Any] = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    config = SpeculativeConfig(
+        **{**made, **given}, target_model_config=target, target_parallel_config=ParallelConfig()
+    )
+    return fingerprint(VllmConfig(model_config=target, speculative_config=config), {})[
+        "speculation"
+    ]
+
+
+def test_drafts_with_kv_of_their_own_are_compared_with_their_weights(drafts: Path):
+    ours = drafted(drafts / "one")
+    assert drafted(drafts / "two") == ours
+    assert drafted(drafts / "two", num_speculative_tokens=1) == ours
+    assert drafted(drafts / "two", kv_cache_dtype="fp8") != ours
+    (drafts / "two" / "draft" / "model.safetensors").write_bytes(b"DRAFT")
+    assert drafted(drafts / "two") != ours
+
+
+def test_drafts_without_kv_may_be_on_one_side_only(drafts: Path):
+    assert drafted(drafts / "one", method="ngram", model=None) == ""
+    assert printed(drafts)["speculation"] == ""

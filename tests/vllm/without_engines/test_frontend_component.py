@@ -184,7 +184,7 @@ async def test_https_with_a_key_and_the_options_of_the_door(
         httpx.AsyncClient(base_url=url, timeout=20, verify=trust) as http,
     ):
         assert url.startswith("https://127.0.0.1:") and cluster.facts["asks_key"] is True
-        assert (await http.post("/invocations", json=TEXT)).status_code == 401
+        assert (await http.post("/tokenize", json=TEXT)).status_code == 401
         for path in ("/health", "/metrics", "/dashboard"):
             assert (await http.get(path)).status_code == 200, path
         http.headers.update(key)

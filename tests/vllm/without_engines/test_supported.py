@@ -104,7 +104,8 @@ def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
         name: SimpleNamespace(**(part | (given.get(name) or {}))) for name, part in parts.items()
     }
     return SimpleNamespace(
-        **{**made, "speculative_config": None, "use_v2_model_runner": False, **more}
+        **{**made, "speculative_config": None, "use_v2_model_runner": False}
+        | {"num_prefill_lookahead_tokens": 0, **more}
     )
 
 
@@ -112,6 +113,7 @@ def test_ordinary_engines_are_supported():
     check_config(config())
     check_config(config(**DRAFTS_IN_STAGES | {"speculative_config": None}))
     check_config(config(**DRAFTS_IN_STAGES, use_v2_model_runner=True))
+    check_config(config(num_prefill_lookahead_tokens=2))
     reads = SimpleNamespace(is_kv_producer=False)
     check_config(config(**DRAFTS_IN_STAGES, kv_transfer_config=reads))
 
@@ -129,6 +131,7 @@ def test_ordinary_engines_are_supported():
         ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
         ({"parallel": {"data_parallel_size_local": 0}}, "data-parallel-size-local: 0"),
         (DRAFTS_IN_STAGES, "pipeline-parallel-size: 2 with speculative-config"),
+        ({"num_prefill_lookahead_tokens": 3}, "drafts that read 3 tokens ahead"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):

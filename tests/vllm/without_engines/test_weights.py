@@ -5,7 +5,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,18 +15,14 @@ MIB = 1 << 20
 TENSOR = MIB // 20
 
 
-def config(model: object, **other: Any) -> Any:
+def config(model: object, **other: Any) -> tuple[Any, Any]:
+    """The configuration of a model, and of how it is loaded."""
     facts: dict[str, Any] = {"model_weights": "", "revision": None, "load_format": "auto", **other}
-    return cast(
-        "Any",
+    return (
         SimpleNamespace(
-            model_config=SimpleNamespace(
-                model=str(model), revision=facts["revision"], model_weights=facts["model_weights"]
-            ),
-            load_config=SimpleNamespace(
-                load_format=facts["load_format"], download_dir=facts.get("download_dir")
-            ),
+            model=str(model), revision=facts["revision"], model_weights=facts["model_weights"]
         ),
+        SimpleNamespace(load_format=facts["load_format"], download_dir=facts.get("download_dir")),
     )
 
 
@@ -46,7 +42,7 @@ def test_equal_files_are_equal_wherever_and_whenever_they_were_written(tmp_path:
     one = write(tmp_path / "one", model__safetensors=weights(1))
     two = write(tmp_path / "two", model__safetensors=weights(1), README__md=b"not a weight")
     os.utime(two / "model.safetensors", (1, 1))
-    assert weights_print(config(one)) == weights_print(config(two))
+    assert weights_print(*config(one)) == weights_print(*config(two))
 
 
 @pytest.mark.parametrize("at", [0.01, 0.3, 0.5, 0.99])
@@ -57,7 +53,7 @@ def test_a_fine_tune_with_the_same_header_and_size_is_another_one(tmp_path: Path
     tuned = (base[:start] + weights(2, TENSOR) + base[start + TENSOR :])[: len(base)]
     one, two = (write(tmp_path / n, model__safetensors=w) for n, w in (("a", base), ("b", tuned)))
     assert (one / "model.safetensors").stat().st_size == (two / "model.safetensors").stat().st_size
-    assert weights_print(config(one)) != weights_print(config(two))
+    assert weights_print(*config(one)) != weights_print(*config(two))
 
 
 def safetensors(path: Path, large: int, small: int, seed: int) -> None:
@@ -80,7 +76,7 @@ def test_each_tensor_counts_however_small(tmp_path: Path, small: int):
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
         (tmp_path / name).mkdir()
         safetensors(tmp_path / name / "model.safetensors", 1 << 30, small, seed)
-        prints.append(weights_print(config(tmp_path / name)))
+        prints.append(weights_print(*config(tmp_path / name)))
     one, same, other = prints
     assert one == same != other
 
@@ -91,7 +87,7 @@ def test_a_header_that_cannot_be_read_is_no_crash(tmp_path: Path, header: bytes)
         write(tmp_path / name, model__safetensors=header + weights(seed))
         for name, seed in (("one", 1), ("two", 2))
     )
-    assert weights_print(config(one)) != weights_print(config(two))
+    assert weights_print(*config(one)) != weights_print(*config(two))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_a_header_that_cannot_be_read_is_no_crash(tmp_path: Path, header: bytes)
 )
 def test_names_and_sizes_count(tmp_path: Path, other: dict[str, bytes]):
     one = write(tmp_path / "one", model__safetensors=b"123")
-    assert weights_print(config(one)) != weights_print(config(write(tmp_path / "two", **other)))
+    assert weights_print(*config(one)) != weights_print(*config(write(tmp_path / "two", **other)))
 
 
 @pytest.mark.parametrize(
@@ -129,13 +125,13 @@ def test_the_files_that_vllm_loads_are_those_that_count(
     )
     (folder / "model-1.safetensors").write_bytes(b"first")
     (folder / "model-2.safetensors").write_bytes(b"second")
-    made = weights_print(config(folder, load_format=load_format))
+    made = weights_print(*config(folder, load_format=load_format))
     assert made == digest([folder / name for name in names])
 
 
 def test_a_model_in_one_file_is_read(tmp_path: Path):
     file = write(tmp_path, model__gguf=weights(1)) / "model.gguf"
-    assert weights_print(config(file)) == digest([file])
+    assert weights_print(*config(file)) == digest([file])
 
 
 def test_a_model_of_the_hub_is_read_from_its_snapshot(tmp_path: Path):
@@ -143,7 +139,7 @@ def test_a_model_of_the_hub_is_read_from_its_snapshot(tmp_path: Path):
     snapshot = write(store / "snapshots" / "0123abcd", model__safetensors=weights(1))
     write(store / "refs", main=b"0123abcd")
     cached = config("some/model", download_dir=str(tmp_path))
-    assert weights_print(cached) == digest([snapshot / "model.safetensors"])
+    assert weights_print(*cached) == digest([snapshot / "model.safetensors"])
 
 
 @pytest.mark.parametrize(
@@ -168,11 +164,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, facts: dict[str, Any], sai
     folder = write(tmp_path / "model", model__safetensors=b"123")
     (folder / "empty").mkdir()
     name = facts.pop("model").replace("FOLDER", str(folder))
-    assert weights_print(config(name, download_dir=str(tmp_path), **facts)) == said
+    assert weights_print(*config(name, download_dir=str(tmp_path), **facts)) == said
 
 
 def test_an_index_that_is_broken_is_no_crash(tmp_path: Path):
     folder = write(
         tmp_path, model__safetensors=b"123", model__safetensors__index__json=b"{not json"
     )
-    assert weights_print(config(folder)).startswith(f"not read: {tmp_path.name}, revision default")
+    assert weights_print(*config(folder)).startswith(f"not read: {tmp_path.name}, revision default")
