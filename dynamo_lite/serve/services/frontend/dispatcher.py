@@ -22,7 +22,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import rotate
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from dynamo_lite.serve.services.kv_picker import open_kv_picker
 from dynamo_lite.serve.services.metrics import RequestMetrics
@@ -169,9 +169,8 @@ class RequestDispatcher:
                 on_ended=on_ended,
             )
         )
-        self._stack.enter_context(
-            Rotation(self._roster, self._workers, failover.transport, failover.members_changed)
-        )
+        changed = failover.members_changed
+        await rotate(self._stack, self._roster, self._workers, failover.transport, changed)
         return failover
 
     def _candidates(self) -> Sequence[EndpointRecord]:
