@@ -55,8 +55,8 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_954,
-    "dynamo_lite/runtime": 6_218,
+    "dynamo_lite/protocol": 1_965,
+    "dynamo_lite/runtime": 6_211,
     "dynamo_lite/routing": 1_050,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_065,
@@ -64,10 +64,10 @@ BUDGET = {
     "dynamo_lite/vllm": 6_284,
     "dynamo_lite/forward": 5_304,
     "dynamo_lite/planner": 2_158,
-    "dynamo_lite/serve": 6_044,
-    "dynamo_lite/cli": 2_955,
-    "tests": 56_599,
-    "tests/simulation": 8_578,
+    "dynamo_lite/serve": 5_971,
+    "dynamo_lite/cli": 2_928,
+    "tests": 56_611,
+    "tests/simulation": 8_576,
 }
 SLACK = 50
 

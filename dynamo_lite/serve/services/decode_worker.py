@@ -24,9 +24,9 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.component_options import ComponentOptions
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
+from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
-from dynamo_lite.serve.services.metrics import DECODE_GAUGES, StatusGauges
+from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
 logger = logging.getLogger(__name__)
@@ -103,15 +103,15 @@ class LoadedWorker:
         self._heartbeat: asyncio.Task[None] | None = None
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
-        self._gauges = StatusGauges(host.registry, DECODE_GAUGES) if engine.metadata else None
         self.probe = EngineProbe(
+            host,
             engine,
-            host.messaging,
-            host.clock,
             busy=lambda: server.in_flight > 0,
             step_timeout_s=config.step_timeout_s,
             on_status=self._on_status,
         )
+        #: Shows what the engine reports; it reports nothing without remote prefills.
+        self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
 
     async def start(self, stack: AsyncExitStack) -> None:
         host = self._host
@@ -120,7 +120,7 @@ class LoadedWorker:
             await self._publish_to_routers(stack)
         await self._register(stack)
         probing = self._or_disconnect(self.probe.run(), "is stuck")
-        self._heartbeat = start_heartbeats(host, self.probe, probing)
+        self._heartbeat = self.probe.start(probing)
 
     async def drain(self, grace_s: float) -> None:
         if self._heartbeat is not None:
@@ -157,8 +157,8 @@ class LoadedWorker:
 
     def _on_status(self, status: EngineStatus) -> None:
         self._writers = status.writers
-        if self._gauges is not None:
-            self._gauges.show(status)
+        if self._show is not None:
+            self._show(status)
 
     async def _publish_to_routers(self, stack: AsyncExitStack) -> None:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""

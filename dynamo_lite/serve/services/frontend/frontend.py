@@ -22,7 +22,7 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Processor, client_of
+from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, client_of, relay
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
@@ -150,13 +150,13 @@ class Frontend:
 
     async def _serve_processor(self, host: Host, client: "AsyncClient", model: str) -> None:
         await self._stack.enter_async_context(client)
-        processor = Processor(client, self._timeout_s() + _LATE_S, on_drop=host.drops)
+        relayed = partial(relay, client, self._timeout_s() + _LATE_S, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id
             )
             await self._stack.enter_async_context(
-                host.messaging.serve(subject, partial(processor.answer, endpoint))
+                host.messaging.serve(subject, partial(relayed, endpoint))
             )
             await host.register(endpoint, component="Processor", model=model)
 
