@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dynamo_lite.cli import drain
 from dynamo_lite.cli.arguments import check_argument
-from dynamo_lite.cli.listing import Place, as_rows, as_table, find_place, members, states
+from dynamo_lite.cli.listing import Place, as_table, find_place, member_rows, members
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.child_environment import VARIABLES
@@ -63,7 +63,7 @@ async def revoke(args: argparse.Namespace) -> None:
     place = find_place(args.state_dir, etcd_url, args.namespace, args.certificates)
     records = await members(place)
     if not args.lease and not args.component:
-        print(as_table(as_rows(records, await states(records, place.certificates()))))
+        print(as_table(await member_rows(records, place.certificates())))
         return
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:

@@ -55,8 +55,8 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_950,
-    "dynamo_lite/runtime": 6_214,
+    "dynamo_lite/protocol": 1_961,
+    "dynamo_lite/runtime": 6_207,
     "dynamo_lite/routing": 1_069,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_036,
@@ -64,10 +64,10 @@ BUDGET = {
     "dynamo_lite/vllm": 6_233,
     "dynamo_lite/forward": 5_137,
     "dynamo_lite/planner": 2_099,
-    "dynamo_lite/serve": 5_803,
-    "dynamo_lite/cli": 2_869,
-    "tests": 56_471,
-    "tests/simulation": 8_562,
+    "dynamo_lite/serve": 5_723,
+    "dynamo_lite/cli": 2_842,
+    "tests": 56_483,
+    "tests/simulation": 8_560,
 }
 SLACK = 50
 

@@ -231,8 +231,7 @@ def ps(
     async def read_rows() -> list[dict[str, Any]]:
         if links:
             return await listing.link_rows(place)
-        members = await listing.members(place)
-        return listing.as_rows(members, await listing.states(members, place.certificates()))
+        return await listing.member_rows(await listing.members(place), place.certificates())
 
     rows = asyncio.run(read_rows())
     show = listing.as_link_table if links else listing.as_table

@@ -114,7 +114,7 @@ def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
 
 async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
     """Of decode engines, and of Forwarders. Raises StartupError, Unavailable."""
-    place, nats = graph.place(), graph.nats()
+    place = graph.place()
     namespace = place.namespace
     async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(namespace)
@@ -126,7 +126,7 @@ async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
         for engine in sorted(filter(names.is_engine_id, keys))
     }
     forwarders = {f"{one:x}": names.forward_explain_subject(namespace, one) for one in leases}
-    async with open_broker(nats) as messaging:
+    async with open_broker(place) as messaging:
         ask = partial(_ask, messaging, wanted)
         return await asyncio.gather(
             ask("decode engine", decision_view, engines, decode_explained),

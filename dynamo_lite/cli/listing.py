@@ -7,19 +7,19 @@ supervisor, which forks, must not have gRPC's threads.
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.protocol.codec import decode_all, decode_json
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.runtime.certificates import Certificates, with_files
@@ -35,13 +35,13 @@ _MEMBER_COLUMNS = (
 _LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     etcd_url: str
     namespace: str
+    #: Empty: not known.
+    nats_url: str = ""
     #: The folder with the operator's certificate; None: without one.
     folder: Path | None = None
 
@@ -58,9 +58,10 @@ def find_place(
     namespace: str | None,
     folder: Path | None = None,
     component: str = OPERATOR,
+    nats_url: str | None = None,
 ) -> Place:
     """Takes the flags, or else what the running graph of `state_dir` uses. folder: of certificates.
-    component: whose certificate the URL gets.
+    component: whose certificate the URLs get.
 
     Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
     """
@@ -71,7 +72,13 @@ def find_place(
     if namespace is None:
         namespace = running.namespace if running else "dynamo"
     folder = folder or running_certificates(running, checked_namespace(namespace))
-    return Place(etcd_url=with_files(url, folder, component), namespace=namespace, folder=folder)
+    nats_url = nats_url or (running.nats if running else "")
+    return Place(
+        etcd_url=with_files(url, folder, component),
+        namespace=namespace,
+        nats_url=with_files(nats_url, folder, component),
+        folder=folder,
+    )
 
 
 def checked_namespace(namespace: str) -> str:
@@ -81,10 +88,13 @@ def checked_namespace(namespace: str) -> str:
     return namespace
 
 
-def open_broker(nats_url: str) -> AbstractAsyncContextManager[Messaging]:
+def open_broker(place: Place) -> AbstractAsyncContextManager[Messaging]:
+    """Raises StartupError."""
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-    return NatsMessaging(nats_url)
+    if not place.nats_url:
+        raise StartupError("the graph's NATS is not known; name it with --nats-url")
+    return NatsMessaging(place.nats_url)
 
 
 def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
@@ -92,26 +102,6 @@ def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
     from dynamo_lite.runtime.etcd.store import EtcdStore
 
     return EtcdStore(place.etcd_url, connect_timeout_s=3.0)
-
-
-def on_store(
-    state_dir: Path,
-    etcd_url: str | None,
-    namespace: str | None,
-    folder: Path | None,
-    work: Callable[[Store, Place], Awaitable[T]],
-) -> T:
-    """Runs `work` on the etcd of a graph. folder: of certificates.
-
-    Raises StartupError, Unavailable, ConfigError, and what `work` raises.
-    """
-    place = find_place(state_dir, etcd_url, namespace, folder)
-
-    async def run() -> T:
-        async with open_store(place) as store:
-            return await work(store, place)
-
-    return asyncio.run(run())
 
 
 async def members(place: Place) -> list[EndpointRecord]:
@@ -124,7 +114,7 @@ async def members(place: Place) -> list[EndpointRecord]:
 
 
 async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
-    return _decoded(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
+    return decode_all(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
 async def facts_of(
@@ -136,11 +126,25 @@ async def facts_of(
     return dict(zip(urls, reports, strict=True))
 
 
-async def states(
-    records: Iterable[EndpointRecord], certificates: Certificates | None
-) -> dict[str, str]:
-    found = await facts_of(records, certificates)
-    return {url: state_of(facts) for url, facts in found.items()}
+async def member_rows(
+    records: list[EndpointRecord], certificates: Certificates | None
+) -> list[dict[str, Any]]:
+    """One row of plain values per endpoint; `age` in seconds. certificates: of who asks."""
+    facts, now = await facts_of(records, certificates), time.time()
+    return [
+        {
+            "component": record.component,
+            "endpoint": record.endpoint,
+            "lease": f"{record.lease_id:x}",
+            "pid": record.pid,
+            "host": record.host,
+            "version": record.version or _UNKNOWN,
+            "status_url": record.status_url,
+            "state": state_of(facts[record.status_url]),
+            "age": round(max(0.0, now - record.started_at), 1),
+        }
+        for record in records
+    ]
 
 
 async def link_rows(place: Place) -> list[dict[str, Any]]:
@@ -154,29 +158,10 @@ async def link_rows(place: Place) -> list[dict[str, Any]]:
         engines = await store.get_prefix(names.nixl_metadata_prefix(place.namespace))
         links = await store.get_prefix(names.links_prefix(place.namespace))
     return as_link_rows(
-        [record.lease_id for record in _decoded(workers, _endpoint)],
-        sorted(_decoded(engines, decode_engine), key=lambda e: (e.lease_id, e.engine_id)),
-        _decoded(links, lambda value: decode_json(value, LinkRecord)),
+        [record.lease_id for record in decode_all(workers, _endpoint)],
+        sorted(decode_all(engines, decode_engine), key=lambda e: (e.lease_id, e.engine_id)),
+        decode_all(links, lambda value: decode_json(value, LinkRecord)),
     )
-
-
-def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[str, Any]]:
-    """One row of plain values per endpoint; `age` in seconds."""
-    now = time.time()
-    return [
-        {
-            "component": record.component,
-            "endpoint": record.endpoint,
-            "lease": f"{record.lease_id:x}",
-            "pid": record.pid,
-            "host": record.host,
-            "version": record.version or _UNKNOWN,
-            "status_url": record.status_url,
-            "state": states[record.status_url],
-            "age": round(max(0.0, now - record.started_at), 1),
-        }
-        for record in records
-    ]
 
 
 def as_link_rows(
@@ -258,17 +243,6 @@ def as_clock(at: float) -> str:
 
 def _endpoint(value: bytes) -> EndpointRecord:
     return decode_json(value, EndpointRecord)
-
-
-def _decoded(entries: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list[T]:
-    """In the order of their keys; malformed ones are left out."""
-    found: list[T] = []
-    for _, value in sorted(entries.items()):
-        try:
-            found.append(decode(value))
-        except ProtocolError:
-            continue
-    return found
 
 
 def _age(age_s: float) -> str:

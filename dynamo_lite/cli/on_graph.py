@@ -1,12 +1,12 @@
 """The options by which each command finds its graph."""
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dynamo_lite.cli import listing
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     CertificatesDir,
@@ -15,12 +15,8 @@ from dynamo_lite.cli.arguments import (
     NatsUrl,
     StateDir,
 )
-from dynamo_lite.cli.listing import Place
-from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.protocol.permissions import OPERATOR
-from dynamo_lite.runtime.certificates import with_files
+from dynamo_lite.cli.listing import Place, find_place, open_store
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.run_state import read_run, running_certificates
 
 T = TypeVar("T")
 
@@ -34,22 +30,26 @@ class OnGraph:
     namespace: Namespace = None
 
     def place(self) -> Place:
-        return listing.find_place(self.state_dir, self.etcd_url, self.namespace, self.certificates)
-
-    def nats(self) -> str:
-        """The URL of NATS, with the operator's certificate. Raises StartupError."""
-        running, folder = read_run(self.state_dir), self.certificates
-        url = self.nats_url or (running.nats if running else None)
-        if url is None:
-            raise StartupError(f"no graph runs on {self.state_dir}; name a server with --nats-url")
-        if folder is None and running is not None:
-            folder = running_certificates(running, running.namespace)
-        return with_files(url, folder, OPERATOR)
+        return find_place(
+            self.state_dir,
+            self.etcd_url,
+            self.namespace,
+            self.certificates,
+            nats_url=self.nats_url,
+        )
 
     def on_store(self, work: Callable[[Store, Place], Awaitable[T]]) -> T:
-        return listing.on_store(
-            self.state_dir, self.etcd_url, self.namespace, self.certificates, work
-        )
+        """Runs `work` on the etcd of the graph.
+
+        Raises StartupError, Unavailable, ConfigError, and what `work` raises.
+        """
+        place = self.place()
+
+        async def run() -> T:
+            async with open_store(place) as store:
+                return await work(store, place)
+
+        return asyncio.run(run())
 
 
 def on_graph(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,6 +10,8 @@ Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old pee
 new message.
 """
 
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -57,3 +59,12 @@ def decode_json(data: bytes, record_type: type[_T]) -> _T:
         return msgspec.json.decode(data, type=record_type)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise ProtocolError(f"malformed record: {exc}") from exc
+
+
+def decode_all(entries: Mapping[str, bytes], decode: Callable[[bytes], _T]) -> list[_T]:
+    """Records of etcd, in the order of their keys. Malformed ones are left out."""
+    found: list[_T] = []
+    for _, value in sorted(entries.items()):
+        with contextlib.suppress(ProtocolError):
+            found.append(decode(value))
+    return found

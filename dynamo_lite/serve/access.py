@@ -7,7 +7,6 @@ client uses gRPC: a supervisor that forks must not have gRPC's threads.
 """
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Awaitable
 
@@ -15,8 +14,8 @@ import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError, StartupError
+from dynamo_lite.protocol.codec import decode_all, decode_json
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.address import parse_nats_url, redact
@@ -75,12 +74,9 @@ async def _misfits(store: Store, servers: ServersToCheck) -> str:
         entries = await store.get_prefix(names.components_prefix(servers.namespace))
     except DynamoLiteError:
         return ""  # it shows when the processes start
-    for value in entries.values():
-        with contextlib.suppress(ProtocolError):
-            member = decode_json(value, EndpointRecord)
-            if why := misfit(member):
-                return f"cannot join namespace {servers.namespace}: {why}"
-    return ""
+    members = decode_all(entries, lambda value: decode_json(value, EndpointRecord))
+    why = next((why for member in members if (why := misfit(member))), "")
+    return f"cannot join namespace {servers.namespace}: {why}" if why else ""
 
 
 if __name__ == "__main__":

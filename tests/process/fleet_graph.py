@@ -18,7 +18,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import rotate
 from dynamo_lite.serve.services.services import Graph, Service
 from tests.process.dispatcher import Requests
 from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig
@@ -72,9 +72,7 @@ class Caller:
             lambda: health.members_or_all,
         )
         client = await enter(self._requests.client)
-        self._stack.enter_context(
-            Rotation(roster, health, client.transport, client.members_changed)
-        )
+        await rotate(self._stack, roster, health, client.transport, client.members_changed)
         await host.register("http")
         for number in range(self._config.requests):
             host.spawn(self._ask(self._requests, number, health), f"caller {number}")

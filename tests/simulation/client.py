@@ -26,7 +26,7 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import rotate
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.engine.model import (
@@ -99,9 +99,7 @@ class SimFrontend:
                 on_ended=self._on_ended,
             )
         )
-        self._stack.enter_context(
-            Rotation(roster, health, client.transport, client.members_changed)
-        )
+        await rotate(self._stack, roster, health, client.transport, client.members_changed)
         await host.register("http")
         self._accepting = True
         return {}

@@ -2,6 +2,9 @@
 time."""
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,14 +43,17 @@ class Engine:
         self.load, self.stepped_at = EngineLoad(running=1, gave_tokens=True), loop_time()
 
 
+def host_of(messaging: MemoryMessaging, now: Callable[[], float]) -> Any:
+    return SimpleNamespace(messaging=messaging, clock=Clock(monotonic=now))
+
+
 class Worker:
     def __init__(self, engine: Engine):
         self.engine, self.messaging = engine, MemoryMessaging()
         self.busy = False
         self.probe = EngineProbe(
+            host_of(self.messaging, loop_time),
             engine,
-            self.messaging,
-            Clock(monotonic=loop_time),
             busy=lambda: self.busy,
             step_timeout_s=120.0,
         )
@@ -194,9 +200,8 @@ async def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
     engine = Engine()
     held_up_s = 0.0
     probe = EngineProbe(
+        host_of(MemoryMessaging(), lambda: loop_time() + held_up_s),
         engine,
-        MemoryMessaging(),
-        Clock(monotonic=lambda: loop_time() + held_up_s),
         busy=lambda: True,
         step_timeout_s=120.0,
     )

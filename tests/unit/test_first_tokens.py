@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
+from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
@@ -15,9 +17,10 @@ from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenD
 from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.decode_worker import VllmWorker
+from dynamo_lite.serve.services.decode_worker import LoadedWorker
 from tests.builders import ENGINE, NAMESPACE, ManualClock, endpoint_record, eventually
 from tests.twins.servers import MemoryMessaging
 
@@ -178,10 +181,12 @@ async def serving() -> AsyncIterator[tuple[MemoryMessaging, list[TokenDelta], li
             raise ProtocolError("it does not run here")
         return TokenDelta("r", [first.token_id])
 
-    worker = VllmWorker(VllmWorkerConfig(), None, SimpleNamespace())  # type: ignore[arg-type]
-    worker._engine = SimpleNamespace(first_token=first_token)  # type: ignore[assignment]
-    worker._server = SimpleNamespace(deliver=sent.extend)  # type: ignore[assignment]
     messaging = MemoryMessaging()
-    handler = counted(worker._on_first_token, "first_token", drops.append)
+    host: Any = SimpleNamespace(messaging=messaging, clock=SYSTEM_CLOCK)
+    engine: Any = SimpleNamespace(first_token=first_token, metadata=None, load=EngineLoad())
+    server: Any = SimpleNamespace(deliver=sent.extend)
+    options: Any = None
+    worker = LoadedWorker(host, VllmWorkerConfig(), engine, server, None, options)
+    handler = counted(worker.on_first_token, "first_token", drops.append)
     async with messaging.serve(SUBJECT, handler):
         yield messaging, sent, drops

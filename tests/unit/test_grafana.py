@@ -21,7 +21,7 @@ from dynamo_lite.serve.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,
     RouterMetrics,
-    StatusGauges,
+    status_gauges,
 )
 from tests.builders import process_spec
 from tests.unit.prefill_rig import Rig
@@ -60,7 +60,7 @@ def registries() -> Iterator[CollectorRegistry]:
     frontend.register(RouterMetrics(picker))
     add_metrics(frontend, spec, process, process)
     RemotePrefillMetrics(decode)
-    StatusGauges(decode, DECODE_GAUGES)
+    status_gauges(decode, DECODE_GAUGES)
     PlannerMetrics(planner)
     return iter((frontend, decode, planner, Rig().registry))
 

@@ -4,17 +4,19 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.serve.services.frontend.processor import Processor, client_of
+from dynamo_lite.serve.services.frontend.processor import client_of, relay
 
+Relay = Callable[[str, bytes], Awaitable[bytes]]
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def processor(answer: Answer, timeout_s: float = 60.0) -> AsyncIterator[Processor]:
+async def processor(answer: Answer, timeout_s: float = 60.0) -> AsyncIterator[Relay]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await answer(reader, writer)
@@ -24,7 +26,7 @@ async def processor(answer: Answer, timeout_s: float = 60.0) -> AsyncIterator[Pr
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with client_of(f"http://127.0.0.1:{port}") as client:
-            yield Processor(client, timeout_s)
+            yield partial(relay, client, timeout_s)
 
 
 async def test_request_and_answer_are_passed_on():
@@ -40,7 +42,7 @@ async def test_request_and_answer_are_passed_on():
 
     payload = json.dumps({"prompt": "hi"}).encode()
     async with processor(answer) as relayed:
-        assert await relayed.answer("completions", payload) == payload
+        assert await relayed("completions", payload) == payload
     [head] = heads
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert b"content-length: %d\r\n" % len(payload) in head.lower()
@@ -53,7 +55,7 @@ async def test_an_error_keeps_its_body():
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
 
     async with processor(answer) as relayed:
-        got = json.loads(await relayed.answer("completions", b"{}"))
+        got = json.loads(await relayed("completions", b"{}"))
     assert got["error"]["code"] == 400
 
 
@@ -63,7 +65,7 @@ async def test_a_broken_answer_is_an_error():
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf")
 
     async with processor(answer) as relayed:
-        got = json.loads(await relayed.answer("completions", b"{}"))
+        got = json.loads(await relayed("completions", b"{}"))
     assert got["error"]["code"] == 500
 
 
@@ -73,7 +75,7 @@ async def test_no_answer_in_time_is_an_error():
             pass
 
     async with processor(answer, timeout_s=0.1) as relayed:
-        got = json.loads(await relayed.answer("completions", b"{}"))
+        got = json.loads(await relayed("completions", b"{}"))
     assert got["error"]["code"] == 504
 
 
@@ -88,7 +90,7 @@ async def test_a_caller_that_is_cancelled_closes_the_connection():
         closed.set()
 
     async with processor(answer) as relayed:
-        caller = asyncio.create_task(relayed.answer("completions", b"{}"))
+        caller = asyncio.ensure_future(relayed("completions", b"{}"))
         await asked.wait()
         caller.cancel()
         await asyncio.wait_for(closed.wait(), 10)
@@ -103,7 +105,7 @@ async def test_a_caller_that_is_cancelled_ends_an_app_of_this_process():
         await asyncio.Event().wait()
 
     async with client_of(app) as client:
-        asked = asyncio.create_task(Processor(client, 60.0).answer("completions", b"{}"))
+        asked = asyncio.create_task(relay(client, 60.0, "completions", b"{}"))
         await began.wait()
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

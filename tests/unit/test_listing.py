@@ -11,9 +11,8 @@ from dynamo_lite.cli.listing import (
     as_link_rows,
     as_link_table,
     as_next_try,
-    as_rows,
     as_table,
-    states,
+    member_rows,
 )
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview import fetch
@@ -36,9 +35,7 @@ from tests.hostile import answering
 async def test_a_member_says_how_it_is(facts: dict, state: str):
     async with StatusServer(lambda: facts, CollectorRegistry()) as server:
         records = [endpoint_record(10, status_url=server.url)] * 2
-        found = await states(records, None)
-        assert found == {server.url: state}
-    rows = as_rows(records, found)
+        rows = await member_rows(records, None)
     assert [row["state"] for row in rows] == [state, state]
     assert f"  {state}  " in as_table(rows)
 
@@ -46,13 +43,13 @@ async def test_a_member_says_how_it_is(facts: dict, state: str):
 @pytest.mark.parametrize(
     ("age_s", "shown"), [(-5.0, "0s"), (119.5, "119s"), (7199.0, "119m"), (7200.0, "2h")]
 )
-def test_a_member_has_an_age_and_a_version(
+async def test_a_member_has_an_age_and_a_version(
     monkeypatch: pytest.MonkeyPatch, age_s: float, shown: str
 ):
     monkeypatch.setattr(listing, "time", SimpleNamespace(time=lambda: 1000.0 + age_s))
     plain = endpoint_record(10, started_at=1000.0, status_url="u")
     records = [msgspec.structs.replace(plain, version=version) for version in ("", "9.9.9")]
-    rows = as_rows(records, {"u": "ready"})
+    rows = await member_rows(records, None)
     assert [row["version"] for row in rows] == ["-", "9.9.9"]
     assert {row["age"] for row in rows} == {max(0.0, age_s)}
     assert as_table(rows).split()[-1] == shown
@@ -65,8 +62,9 @@ async def test_a_process_that_does_not_answer_is_silent(
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     async with answering(answer) as url:
         urls = (url, "", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x")
-        found = await states([endpoint_record(10, status_url=each) for each in urls], None)
-    assert found == dict.fromkeys(urls, "silent")
+        members = [endpoint_record(10, status_url=each) for each in urls]
+        rows = await member_rows(members, None)
+    assert [row["state"] for row in rows] == ["silent"] * len(urls)
 
 
 def test_how_links_are_listed():

@@ -12,7 +12,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import rotate
 from tests.builders import endpoint_record, loop_time, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
@@ -26,6 +26,7 @@ class Transport:
         self.kept: list[int] = []
 
     def drop(self, member: EndpointRecord, why: str) -> None:
+        self.kept.remove(member.lease_id)
         self.dropped.append((member.lease_id, why, loop_time()))
 
     def is_connected(self, member: EndpointRecord) -> bool:
@@ -50,7 +51,8 @@ class Frontend:
             Roster(self.store, prefix) as self.roster,
             HealthMonitor(self.messaging, self.roster, namespace="t", component="W") as self.health,
         ):
-            with Rotation(self.roster, self.health, self.transport, self._changed):  # type: ignore[arg-type]
+            async with contextlib.AsyncExitStack() as stack:
+                await rotate(stack, self.roster, self.health, self.transport, self._changed)  # type: ignore[arg-type]
                 for lease_id in (A, B):
                     await self.join(lease_id)
                     self.start(lease_id)
@@ -106,7 +108,8 @@ async def test_a_silent_worker_gets_nothing_new_then_loses_what_it_has():
         [(lease_id, why, at)] = frontend.transport.dropped
         assert lease_id == A and why.startswith("no heartbeat for 10.")
         assert 9.0 <= at - stopped <= 10.5
-        await asyncio.sleep(10.0)
+        frontend.transport.retain(frontend.roster.members)  # as a request connects to it again
+        await asyncio.sleep(0.5)
         assert [lease_id for lease_id, *_ in frontend.transport.dropped] == [A, A]
 
 

@@ -150,10 +150,10 @@ class HealthMonitor:
         """The member has sent another message: it is alive, but perhaps not healthy."""
         self._update(lease_id, None)
 
-    def on_change(self, callback: OnHealth) -> None:
-        """Calls `callback` in the event loop when members become healthy or unhealthy. Joins
-        and leaves are reported by the roster only."""
-        self._listeners.add(callback)
+    def on_change(self, callback: OnHealth) -> contextlib.AbstractContextManager[object]:
+        """Calls `callback` in the event loop when members become healthy or unhealthy, until the
+        returned context is left. Joins and leaves are reported by the roster only."""
+        return self._listeners.add(callback)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:

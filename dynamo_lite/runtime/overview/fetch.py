@@ -78,9 +78,8 @@ async def _get(url: str, certificates: Certificates | None) -> bytes | None:
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
     """Raises ValueError if the response is longer than `_MAX_BYTES`."""
-    response = bytearray()
-    while chunk := await reader.read(1 << 16):
-        response += chunk
-        if len(response) > _MAX_BYTES:
-            raise ValueError(f"response is longer than {_MAX_BYTES} bytes")
-    return bytes(response)
+    try:
+        await reader.readexactly(_MAX_BYTES + 1)
+    except asyncio.IncompleteReadError as exc:
+        return exc.partial
+    raise ValueError(f"response is longer than {_MAX_BYTES} bytes")

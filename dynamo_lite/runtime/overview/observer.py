@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.codec import decode_all, decode_json
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -112,13 +112,7 @@ class Observer:
                 entries = await self._store.get_prefix(names.links_prefix(self._namespace))
         except (Unavailable, TimeoutError):
             return None
-        links: list[LinkRecord] = []
-        for value in entries.values():
-            try:
-                links.append(decode_json(value, LinkRecord))
-            except ProtocolError:
-                continue
-        return links
+        return decode_all(entries, lambda value: decode_json(value, LinkRecord))
 
 
 def _metrics_of(members: Iterable[EndpointRecord]) -> dict[str, list[str]]:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,9 +24,9 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
+from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
-from dynamo_lite.serve.services.metrics import DECODE_GAUGES, StatusGauges
+from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
 logger = logging.getLogger(__name__)
@@ -43,149 +42,146 @@ class VllmWorker:
         parts: VllmBackend | None = None,
     ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
-        self._spec = spec
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
-        self._engine: DecodeEngine | None = None
-        self._server: GenerateServer | None = None
-        self._traced: TracedGeneration | None = None
-        self._host: Host | None = None
-        self._probe: EngineProbe | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
-        self._options: LiveOptions | None = None
-        self._publisher: KvPublisher | None = None
-        #: Leases of the prefill workers that may write into its blocks.
-        self._writers: list[int] = []
+        self._loaded: LoadedWorker | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
-        self._host = host
         await self._parts.prepare()
         host.progress("loading the model")
-        self._engine = engine = await self._stack.enter_async_context(
-            self._parts.open_decode_engine(host, self._config)
-        )
+        config, enter = self._config, self._stack.enter_async_context
+        engine = await enter(self._parts.open_decode_engine(host, config))
         traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
-        self._traced = traced
-        self._server = server = await self._stack.enter_async_context(
+        server = await enter(
             GenerateServer(
                 traced or engine,
-                self._spec.bind_host,
-                max_in_flight=self._config.max_in_flight_requests,
-                max_prompt_tokens=self._config.max_queued_tokens,
+                host.spec.bind_host,
+                max_in_flight=config.max_in_flight_requests,
+                max_prompt_tokens=config.max_queued_tokens,
                 on_drop=host.drops,
                 certificates=host.own_certificates,
             )
         )
-        self._options = options = host.live_options(
-            self._config,
-            lambda values: server.limit(limits(self._config, values)),
-        )
-        await self._stack.enter_async_context(options.following())
-        host.spawn(_disconnecting(server, self._deliver(engine), "died"), "engine-steps")
-        if self._config.kv_events:
-            await self._publish_to_routers(host, engine, server)
-        await self._register(host, engine, server)
-        self._watch(host, engine, server)
+        options = host.live_options(config, lambda values: server.limit(limits(config, values)))
+        await enter(options.following())
+        self._loaded = loaded = LoadedWorker(host, config, engine, server, traced, options)
+        await loaded.start(self._stack)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
         """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
         locally."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-        if self._server is not None:
-            self._server.refuse_new("this worker is draining")
-            logger.info("draining: %d requests in flight are finished", self._server.in_flight)
-        if self._host is not None and self._engine is not None:
-            await self._stop_remote_prefills(self._host, self._engine)
-        if self._server is not None and not await self._server.wait_idle(grace_s):
-            logger.warning(
-                "drain timeout after %g s: %d requests are still in flight",
-                grace_s,
-                self._server.in_flight,
-            )
+        if self._loaded is not None:
+            await self._loaded.drain(grace_s)
 
     async def close(self) -> None:
-        if self._probe is not None:
-            self._probe.closing = True
+        if self._loaded is not None:
+            self._loaded.probe.closing = True
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if self._engine is None or self._server is None or self._probe is None:
-            return NOT_LOADED
-        assert self._options is not None
+        return NOT_LOADED if self._loaded is None else self._loaded.health()
+
+
+class LoadedWorker:
+    """A worker whose engine is loaded."""
+
+    def __init__(
+        self,
+        host: Host,
+        config: VllmWorkerConfig,
+        engine: DecodeEngine,
+        server: GenerateServer,
+        traced: TracedGeneration | None,
+        options: LiveOptions,
+    ):
+        self._host, self._config, self._options = host, config, options
+        self._engine, self._server, self._traced = engine, server, traced
+        self._publisher: KvPublisher | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        #: Leases of the prefill workers that may write into its blocks.
+        self._writers: list[int] = []
+        self.probe = EngineProbe(
+            host,
+            engine,
+            busy=lambda: server.in_flight > 0,
+            step_timeout_s=config.step_timeout_s,
+            on_status=self._on_status,
+        )
+        #: Shows what the engine reports; it reports nothing without remote prefills.
+        self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        host = self._host
+        host.spawn(self._or_disconnect(self._deliver(), "died"), "engine-steps")
+        if self._config.kv_events:
+            await self._publish_to_routers(stack)
+        await self._register(stack)
+        probing = self._or_disconnect(self.probe.run(), "is stuck")
+        self._heartbeat = self.probe.start(probing)
+
+    async def drain(self, grace_s: float) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        server = self._server
+        server.refuse_new("this worker is draining")
+        logger.info("draining: %d requests in flight are finished", server.in_flight)
+        await self._stop_remote_prefills()
+        if not await server.wait_idle(grace_s):
+            logger.warning(
+                "drain timeout after %g s: %d requests are still in flight",
+                grace_s,
+                server.in_flight,
+            )
+
+    def health(self) -> Mapping[str, Any]:
         load, metadata = self._engine.load, self._engine.metadata
-        blocks = (metadata.num_blocks, metadata.block_size_tokens) if metadata else (0, 0)
-        return {
-            **self._probe.facts(),
+        facts: dict[str, Any] = {
+            **self.probe.facts(),
             "in_flight": self._server.in_flight,
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
-            "kv_tokens": blocks[0] * blocks[1],
+            "kv_tokens": metadata.num_blocks * metadata.block_size_tokens if metadata else 0,
             "max_running": load.max_running,
             "options": self._options.facts(),
-            **self._writer_facts(self._engine, self._probe, self._host),
         }
+        if metadata is None:
+            return facts | {"writers": [], "writers_age_s": 0.0}
+        if (asked_at := self.probe.asked_at) is None:
+            return facts
+        age_s = self._host.clock.monotonic() - asked_at
+        return facts | {"writers": [f"{w:x}" for w in self._writers], "writers_age_s": age_s}
 
-    def _writer_facts(
-        self, engine: DecodeEngine, probe: EngineProbe, host: Host | None
-    ) -> Mapping[str, Any]:
-        """The leases of the prefill workers that may write into its blocks, and the age of this
-        information."""
-        if engine.metadata is None:
-            return {"writers": [], "writers_age_s": 0.0}
-        if probe.asked_at is None or host is None:
-            return {}
-        age_s = host.clock.monotonic() - probe.asked_at
-        return {"writers": [f"{lease:x}" for lease in self._writers], "writers_age_s": age_s}
+    def _on_status(self, status: EngineStatus) -> None:
+        self._writers = status.writers
+        if self._show is not None:
+            self._show(status)
 
-    def _watch(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
-        gauges = None
-        if engine.metadata is not None:
-            gauges = StatusGauges(host.registry, DECODE_GAUGES)
-
-        def on_status(status: EngineStatus) -> None:
-            self._writers = status.writers
-            if gauges is not None:
-                gauges.show(status)
-
-        self._probe = probe = EngineProbe(
-            engine,
-            host.messaging,
-            host.clock,
-            busy=lambda: server.in_flight > 0,
-            step_timeout_s=self._config.step_timeout_s,
-            on_status=on_status,
-        )
-        self._heartbeat = start_heartbeats(
-            host, probe, _disconnecting(server, probe.run(), "is stuck")
-        )
-
-    async def _publish_to_routers(
-        self, host: Host, engine: DecodeEngine, server: GenerateServer
-    ) -> None:
+    async def _publish_to_routers(self, stack: AsyncExitStack) -> None:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""
+        host, events = self._host, self._engine.kv_events
         self._publisher = publisher = KvPublisher(
             host.messaging,
-            namespace=self._spec.namespace,
-            component=self._spec.component,
+            namespace=host.spec.namespace,
+            component=host.spec.component,
             lease_id=host.lease.id,
-            load=partial(self._load, engine, server),
-            holdings=engine.kv_events,
+            load=self._load,
+            holdings=events,
             on_drop=host.drops,
         )
-        await self._stack.enter_async_context(publisher.serve())
+        await stack.enter_async_context(publisher.serve())
         host.spawn(publisher.run(), "kv-notices")
-        if engine.kv_events is not None:
-            host.spawn(_publish_changes(engine.kv_events, publisher), "kv-events")
+        if events is not None:
+            host.spawn(_publish_changes(events, publisher), "kv-events")
 
-    async def _stop_remote_prefills(self, host: Host, engine: DecodeEngine) -> None:
+    async def _stop_remote_prefills(self) -> None:
         """Orders the engine to stop asking for remote prefills. The engine cannot derive that
         from missing keys, because the store may have lost them."""
-        if engine.metadata is None:
+        if self._engine.metadata is None:
             return
-        subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
+        host = self._host
+        subject = names.leave_subject(host.spec.namespace, self._engine.metadata.engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
                 leave = encode(Leave(lease_id=host.lease.id))
@@ -196,74 +192,65 @@ class VllmWorker:
                     "the engine did not accept the order to stop remote prefills: %s", exc
                 )
 
-    async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+    async def _register(self, stack: AsyncExitStack) -> None:
         """Publishes the metadata, then registers the worker: other processes may write into its
         blocks as soon as they see the worker."""
-        namespace, lease = self._spec.namespace, host.lease
+        host, engine, enter = self._host, self._engine, stack.enter_async_context
+        namespace, component = host.spec.namespace, host.spec.component
         if engine.metadata is not None:
             engine_id = engine.metadata.engine_id
             first_token = names.first_token_subject(namespace, engine_id)
-            on_first_token = counted(self._on_first_token, "first_token", host.drops)
-            await self._stack.enter_async_context(host.messaging.serve(first_token, on_first_token))
+            on_first_token = counted(self.on_first_token, "first_token", host.drops)
+            await enter(host.messaging.serve(first_token, on_first_token))
             key = names.nixl_metadata_key(namespace, engine_id)
             await host.keys.hold(key, encode_engine(engine.metadata))
-        name = self._spec.component
-        model = engine.model
-        metrics = names.endpoint_subject(namespace, name, "load_metrics", lease.id)
-        await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
-        await host.register("load_metrics", model=model)
+        metrics = names.endpoint_subject(namespace, component, "load_metrics", host.lease.id)
+        await enter(host.messaging.serve(metrics, self._load_metrics))
+        await host.register("load_metrics", model=engine.model)
         await host.register(
             "generate",
-            stream=server.stream_address,
+            stream=self._server.stream_address,
             tls=host.own_certificates is not None,
-            model=model,
+            model=engine.model,
         )
 
-    async def _on_first_token(self, payload: bytes) -> None:
-        assert self._engine is not None
+    async def on_first_token(self, payload: bytes) -> None:
         delta = self._engine.first_token(decode_first_token(payload))
         if delta is not None:
             self._send([delta])
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
-        assert self._engine is not None and self._server is not None
-        return msgspec.msgpack.encode(
-            msgspec.structs.asdict(self._load(self._engine, self._server))
-        )
+        return msgspec.msgpack.encode(msgspec.structs.asdict(self._load()))
 
-    def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
-        load = engine.load
+    def _load(self) -> Load:
+        load = self._engine.load
         return Load(
             running=load.running,
             waiting=load.waiting,
             kv_usage=min(max(load.kv_usage, 0.0), 1.0),
-            prefill_tokens=server.waiting_tokens,
+            prefill_tokens=self._server.waiting_tokens,
         )
 
-    async def _deliver(self, engine: DecodeEngine) -> None:
-        async for deltas in engine.steps():
+    async def _deliver(self) -> None:
+        async for deltas in self._engine.steps():
             self._send(deltas)
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Sends deltas to the Frontends."""
-        assert self._server is not None
         if self._traced is not None:
             self._traced.delivered(deltas)
         self._server.deliver(deltas)
         if self._publisher is not None:
             self._publisher.load_changed()
 
-
-async def _disconnecting(
-    server: GenerateServer, work: Coroutine[Any, Any, None], what: str
-) -> None:
-    """Until the engine has failed: then all Frontends hear of it at once."""
-    try:
-        await work
-    except EngineDied:
-        server.disconnect_all(f"the worker's engine {what}")
-        raise
+    async def _or_disconnect(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Until the engine has failed: then all Frontends hear of it at once."""
+        try:
+            await work
+        except EngineDied:
+            self._server.disconnect_all(f"the worker's engine {what}")
+            raise
 
 
 async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 from dynamo_lite.disagg.engine import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.health import EngineStatus
-from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.heartbeat import HealthVerdict, publish_heartbeats
-from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
@@ -50,15 +48,15 @@ class EngineProbe:
 
     def __init__(
         self,
+        host: Host,
         engine: Engine,
-        messaging: Messaging,
-        clock: Clock,
         *,
         busy: Callable[[], bool],
         step_timeout_s: float,
         on_status: Callable[[EngineStatus], None] = lambda status: None,
     ):
-        self._engine, self._messaging, self._now = engine, messaging, clock.monotonic
+        self._host, self._engine = host, engine
+        self._messaging, self._now = host.messaging, host.clock.monotonic
         self._busy, self._on_status = busy, on_status
         self._step_timeout_s = step_timeout_s
         self._unanswered_since: float | None = None
@@ -67,6 +65,19 @@ class EngineProbe:
         self.closing = False
         #: When the last probe that the engine answered was sent; None before the first answer.
         self.asked_at: float | None = None
+
+    def start(self, probing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts heartbeats with the verdict, and returns their task. probing: runs `run`."""
+        host = self._host
+        heartbeats = publish_heartbeats(
+            host.messaging,
+            namespace=host.spec.namespace,
+            component=host.spec.component,
+            lease_id=host.lease.id,
+            verdict=self.verdict,
+        )
+        host.spawn(probing, "engine-probe")
+        return host.spawn(heartbeats, "health-beat")
 
     async def run(self) -> None:
         """Ends when an engine that is being closed (`closing`) does not answer."""
@@ -152,18 +163,3 @@ class EngineProbe:
     def _stuck_s(self) -> float:
         warm = self._engine.load.gave_tokens
         return self._step_timeout_s if warm else max(self._step_timeout_s, _FIRST_TOKEN_S)
-
-
-def start_heartbeats(
-    host: Host, probe: EngineProbe, probing: Coroutine[Any, Any, None]
-) -> asyncio.Task[None]:
-    """Starts heartbeats with the probe's verdict. probing: runs the probe."""
-    heartbeats = publish_heartbeats(
-        host.messaging,
-        namespace=host.spec.namespace,
-        component=host.spec.component,
-        lease_id=host.lease.id,
-        verdict=probe.verdict,
-    )
-    host.spawn(probing, "engine-probe")
-    return host.spawn(heartbeats, "health-beat")

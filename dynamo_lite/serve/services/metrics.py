@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -61,16 +61,18 @@ DECODE_GAUGES = (
 )
 
 
-class StatusGauges:
-    """What an engine reported last. table: see `BLOCK_GAUGES`."""
+def status_gauges(
+    registry: CollectorRegistry, table: Iterable[tuple[str, str, str]]
+) -> Callable[[EngineStatus], None]:
+    """Returns what shows an engine's report. table: see `BLOCK_GAUGES`."""
+    gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
 
-    def __init__(self, registry: CollectorRegistry, table: Iterable[tuple[str, str, str]]):
-        self._gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
-
-    def show(self, status: EngineStatus) -> None:
-        for field, gauge in self._gauges.items():
+    def show(status: EngineStatus) -> None:
+        for field, gauge in gauges.items():
             value = getattr(status, field)
             gauge.set(math.nan if value is None else value)
+
+    return show
 
 
 class RequestMetrics(Collector):

@@ -18,8 +18,8 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe, start_heartbeats
-from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
+from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
 _DEPTH_PERIOD_S = 2.0
@@ -51,12 +51,11 @@ class PrefillWorker:
         self._links = links = PeerLinks(host, engine)
         host.spawn(engine.run_prefills(links.broke), "engine-steps")
         self._probe = probe = EngineProbe(
+            host,
             engine,
-            host.messaging,
-            host.clock,
             busy=lambda: bool(self._jobs and self._jobs.working),
             step_timeout_s=self._config.step_timeout_s,
-            on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
+            on_status=status_gauges(host.registry, BLOCK_GAUGES),
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         parts = WriterParts(
@@ -80,7 +79,7 @@ class PrefillWorker:
         host.spawn(links.run(), "links")
         await until_listed(links.listed, "decode engines")
         await host.register("prefill", model=engine.model)
-        self._heartbeat = start_heartbeats(host, probe, probe.run())
+        self._heartbeat = probe.start(probe.run())
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
         for index in range(self._config.short_slots):

@@ -12,6 +12,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.live_options import Values, applied
+from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.routing import (
     Chosen,
     NobodyKnown,
@@ -21,16 +22,43 @@ from dynamo_lite.protocol.routing import (
     decode_pick_request,
 )
 from dynamo_lite.protocol.versions import unsupported
+from dynamo_lite.routing.kv_follower import KvFollower
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import RouterConfig
-from dynamo_lite.serve.services.kv_picker import open_kv_picker
+from dynamo_lite.serve.services.metrics import RouterMetrics
 
 #: Most requests that are remembered because they were released before their `PickRequest` came.
 _MAX_EARLY = 1024
+#: Different blocks that are remembered, at about 80 bytes each.
+_MAX_INDEX_BLOCKS = 2_000_000
+
+
+async def open_kv_picker(
+    stack: AsyncExitStack,
+    host: Host,
+    workers: Roster,
+    options: KvRoutingOptions,
+) -> KvPicker:
+    """The picker with its inputs. It follows the workers until `stack` is closed."""
+    follower = await stack.enter_async_context(
+        KvFollower(
+            host.messaging,
+            workers,
+            namespace=host.spec.namespace,
+            component=host.spec.watch_component,
+            max_blocks=_MAX_INDEX_BLOCKS,
+            registry=host.registry,
+            on_drop=host.drops,
+        )
+    )
+    picker = KvPicker(follower, options)
+    follower.on_load(picker.reported)
+    host.registry.register(RouterMetrics(picker))
+    return picker
 
 
 class Router:

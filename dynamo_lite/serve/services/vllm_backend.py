@@ -22,9 +22,6 @@ from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerCon
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.core import EngineContext
 
-#: The component whose members write KV for decode workers.
-PREFILL_COMPONENT = "PrefillWorker"
-
 
 class VllmBackend:
     """What a worker runs on: engine, queue and claim cells. A simulation passes its own."""
@@ -50,14 +47,12 @@ class VllmBackend:
     ) -> AbstractAsyncContextManager[DecodeEngine]:
         from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 
-        engine_config = None
-        if config.remote_prefill:
-            role = decode_role(config, self._spec.component)
-            engine_config = self._engine_config(host, role)
+        remote = config.remote_prefill
+        role = decode_role(config, self._spec.component) if remote else None
         return VllmDecodeEngine(
-            self._context(host, engine_config),
+            self._context(host, role),
             publishes_kv=config.kv_events,
-            takes_first_tokens=config.remote_prefill and config.first_token_from_prefill,
+            takes_first_tokens=remote and config.first_token_from_prefill,
         )
 
     def open_prefill_engine(
@@ -67,28 +62,29 @@ class VllmBackend:
 
         assert cells.path is not None
         role = prefill_role(config, cells_path=str(cells.path))
-        return VllmPrefillEngine(self._context(host, self._engine_config(host, role)))
+        return VllmPrefillEngine(self._context(host, role))
 
-    def _engine_config(
-        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig
-    ) -> EngineConfig:
-        return EngineConfig(
-            namespace=self._spec.namespace,
-            engine_id=str(uuid.uuid4()),
-            lease_id=host.lease.id,
-            lease_ttl_s=self._spec.lease_ttl_s,
-            nats_url=self._spec.nats_url,
-            etcd_url=self._spec.etcd_url,
-            role=role,
-        )
-
-    def _context(self, host: Host, engine_config: EngineConfig | None) -> "EngineContext":
+    def _context(
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig | None
+    ) -> "EngineContext":
+        """role: None for an engine without remote prefills."""
         from dynamo_lite.vllm.engine.core import EngineContext
 
+        spec, config = self._spec, None
+        if role is not None:
+            config = EngineConfig(
+                namespace=spec.namespace,
+                engine_id=str(uuid.uuid4()),
+                lease_id=host.lease.id,
+                lease_ttl_s=spec.lease_ttl_s,
+                nats_url=spec.nats_url,
+                etcd_url=spec.etcd_url,
+                role=role,
+            )
         return EngineContext(
-            self._spec.engine_args,
-            engine_config=engine_config,
-            engine_config_path=_engine_file(self._spec, "engine.json"),
+            spec.engine_args,
+            engine_config=config,
+            engine_config_path=_engine_file(spec, "engine.json"),
             messaging=host.messaging,
             registry=host.registry,
             on_drop=host.drops,
@@ -99,7 +95,7 @@ class VllmBackend:
 def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:
     return DecodeEngineConfig(
         options=subset(DisaggOptions, config),
-        prefill_component=PREFILL_COMPONENT,
+        prefill_component="PrefillWorker",
         queue=QueueConfig.of(config.queue),
         component=component,
     )

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import Values, applied
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, limits
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -22,10 +20,10 @@ from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.frontend.rotation import Rotation
+from dynamo_lite.serve.services.frontend.rotation import rotate
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
-from dynamo_lite.serve.services.kv_picker import open_kv_picker
 from dynamo_lite.serve.services.metrics import RequestMetrics
+from dynamo_lite.serve.services.router import open_kv_picker
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.frontend.intake import Intake
@@ -84,30 +82,30 @@ class RequestDispatcher:
     """Its parts are opened in `stack`, and closed with it."""
 
     def __init__(self, config: FrontendConfig, spec: ProcessSpec, stack: AsyncExitStack):
-        self._config, self._spec, self._stack = config, spec, stack
-        self._roster: Roster | None = None
+        self._config, self._component, self._stack = config, spec.watch_component, stack
+        #: From `watch_workers` on, as the two after it.
         self._workers: HealthMonitor | None = None
+        self._roster: Roster
+        self._picker: Picker
         self._failover: FailoverClient | None = None
-        self._picker: Picker = RoundRobin()
         self._options: LiveOptions | None = None
 
     async def watch_workers(self, host: Host) -> None:
         """To be called long before `open_intake`, so that the workers are known by then."""
-        namespace, component = self._spec.namespace, self._spec.watch_component
-        enter = self._stack.enter_async_context
-        prefix = names.endpoint_prefix(namespace, component, "generate")
+        namespace, enter = host.spec.namespace, self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, self._component, "generate")
         self._roster = await enter(Roster(host.store, prefix, host.drops))
         self._workers = await enter(
             HealthMonitor(
                 host.messaging,
                 self._roster,
                 namespace=namespace,
-                component=component,
+                component=self._component,
                 registry=host.registry,
                 on_drop=host.drops,
             )
         )
-        self._picker = await open_picker(self._stack, host, self._config, namespace, self._roster)
+        self._picker = await self._open_picker(host)
 
     async def open_intake(self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded) -> "Intake":
         """Opens the failover client with the edge's callbacks, and admission over it.
@@ -116,8 +114,26 @@ class RequestDispatcher:
         """
         from dynamo_lite.vllm.frontend.intake import Intake
 
-        config = self._config
-        failover = await self._open_failover(host, on_deltas, on_ended)
+        assert self._workers is not None
+        config, workers = self._config, self._workers
+        connect = partial(
+            RemoteGenerateClient,
+            f"{host.lease.id:x}",
+            on_drop=host.drops,
+            certificates=host.certificates,
+            component=self._component,
+        )
+        self._failover = failover = await self._stack.enter_async_context(
+            FailoverClient(
+                connect,
+                members=lambda: workers.members_or_all,
+                picker=self._picker,
+                on_deltas=on_deltas,
+                on_ended=on_ended,
+            )
+        )
+        changed = failover.members_changed
+        await rotate(self._stack, self._roster, workers, failover.transport, changed)
         admission = Admission(limits(config, {}))
         refused: Counter[str] = Counter()
 
@@ -131,7 +147,7 @@ class RequestDispatcher:
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return Intake(
             failover,
-            members=self._candidates,
+            members=lambda: workers.members_or_all,
             admission=admission,
             refused=refused,
             client_priority=config.client_priority,
@@ -139,71 +155,40 @@ class RequestDispatcher:
         )
 
     def check(self) -> WorkerCheck:
-        if self._roster is None or self._workers is None or self._failover is None:
+        if self._workers is None or self._failover is None:
             return NONE_REGISTERED
         return check_workers(self._roster, self._workers, self._failover.transport)
 
     def facts(self) -> dict[str, Any]:
+        workers, options = self._workers, self._options
         return {
-            "workers": len(self._roster.members) if self._roster is not None else 0,
-            "responsive": len(self._workers.responsive) if self._workers is not None else 0,
-            "options": self._options.facts() if self._options is not None else {},
+            "workers": len(self._roster.members) if workers is not None else 0,
+            "responsive": len(workers.responsive) if workers is not None else 0,
+            "options": options.facts() if options is not None else {},
         }
 
-    async def _open_failover(
-        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
-    ) -> FailoverClient:
-        assert self._roster is not None and self._workers is not None
-        self._failover = failover = await self._stack.enter_async_context(
-            FailoverClient(
-                partial(
-                    RemoteGenerateClient,
-                    f"{host.lease.id:x}",
-                    on_drop=host.drops,
-                    certificates=host.certificates,
-                    component=self._spec.watch_component,
-                ),
-                members=self._candidates,
-                picker=self._picker,
-                on_deltas=on_deltas,
-                on_ended=on_ended,
+    async def _open_picker(self, host: Host) -> Picker:
+        match self._config.router:
+            case "random":
+                return Random(random.Random().randrange)
+            case "kv":
+                return await open_kv_picker(self._stack, host, self._roster, self._config.kv_router)
+            case "component":
+                return await self._open_remote_router(host)
+            case "round-robin":
+                return RoundRobin()
+
+    async def _open_remote_router(self, host: Host) -> RemoteRouter:
+        enter, namespace = self._stack.enter_async_context, host.spec.namespace
+        prefix = names.endpoint_prefix(namespace, "Router", "pick")
+        return await enter(
+            RemoteRouter(
+                host.messaging,
+                await enter(Roster(host.store, prefix, host.drops)),
+                namespace=namespace,
+                lease_id=host.lease.id,
+                fallback=RoundRobin(),
+                registry=host.registry,
+                on_drop=host.drops,
             )
         )
-        self._stack.enter_context(
-            Rotation(self._roster, self._workers, failover.transport, failover.members_changed)
-        )
-        return failover
-
-    def _candidates(self) -> Sequence[EndpointRecord]:
-        """Workers for a new request: the responsive ones, or all if none is responsive."""
-        return self._workers.members_or_all if self._workers is not None else ()
-
-
-async def open_picker(
-    stack: AsyncExitStack, host: Host, config: FrontendConfig, namespace: str, roster: Roster
-) -> Picker:
-    match config.router:
-        case "random":
-            return Random(random.Random().randrange)
-        case "kv":
-            return await open_kv_picker(stack, host, roster, config.kv_router)
-        case "component":
-            return await _open_remote_router(stack, host, namespace)
-        case "round-robin":
-            return RoundRobin()
-
-
-async def _open_remote_router(stack: AsyncExitStack, host: Host, namespace: str) -> RemoteRouter:
-    prefix = names.endpoint_prefix(namespace, "Router", "pick")
-    routers = await stack.enter_async_context(Roster(host.store, prefix, host.drops))
-    return await stack.enter_async_context(
-        RemoteRouter(
-            host.messaging,
-            routers,
-            namespace=namespace,
-            lease_id=host.lease.id,
-            fallback=RoundRobin(),
-            registry=host.registry,
-            on_drop=host.drops,
-        )
-    )

@@ -22,7 +22,7 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, Processor, client_of
+from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, client_of, relay
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
@@ -55,32 +55,25 @@ class Frontend:
         self._stack.callback(sock.close)
         await self._dispatcher.watch_workers(host)
         address = advertised_address(self._config.host, sock.getsockname()[1])
+        url, python = url_of(sock), None
         if self._config.edge == "rust":
-            url = await self._start_rust(host, sock, address)
+            host.progress("starting vLLM's Rust frontend")
+            self._app = self._rust = app = await self._open_rust(host, sock, url)
+            # Its process has a copy. With this one open, connections would wait here in a drain.
+            sock.close()
+            host.spawn(app.process.run(url), "vLLM's Rust frontend")
+            client = client_of(url)
         else:
-            url = await self._start_python(host, sock, address)
-        assert self._app is not None
-        asks_key = self._app.api_key is not None
-        return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
-
-    async def _start_python(self, host: Host, sock: socket.socket, address: str) -> str:
-        host.progress("loading the tokenizer and the OpenAI app")
-        self._app = app = await self._open_app(host)
+            host.progress("loading the tokenizer and the OpenAI app")
+            self._app = app = python = await self._open_app(host)
+            client = client_of(app.asgi, app.api_key)
+        await self._stack.enter_async_context(client)
         await host.register("http", stream=address)
-        await self._serve_processor(host, client_of(app.asgi, app.api_key), app.served_model)
-        # Last: a failure after this would break accepted requests.
-        return await self._serve_http(host, app, sock)
-
-    async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
-        host.progress("starting vLLM's Rust frontend")
-        url = url_of(sock)
-        self._app = self._rust = rust = await self._open_rust(host, sock, url)
-        # Its process has a copy. With this one open, connections during a drain would wait here.
-        sock.close()
-        host.spawn(rust.process.run(url), "vLLM's Rust frontend")
-        await host.register("http", stream=address)
-        await self._serve_processor(host, client_of(url), rust.served_model)
-        return url
+        await self._serve_processor(host, client, app.served_model)
+        if python is not None:
+            # Last: a failure after this would break accepted requests.
+            url = await self._serve_http(host, python, sock)
+        return {"url": url, "model": app.served_model, "asks_key": app.api_key is not None}
 
     def _timeout_s(self) -> float:
         """The limit of a request that names none."""
@@ -149,14 +142,13 @@ class Frontend:
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
 
     async def _serve_processor(self, host: Host, client: "AsyncClient", model: str) -> None:
-        await self._stack.enter_async_context(client)
-        processor = Processor(client, self._timeout_s() + _LATE_S, on_drop=host.drops)
+        relayed = partial(relay, client, self._timeout_s() + _LATE_S, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id
             )
             await self._stack.enter_async_context(
-                host.messaging.serve(subject, partial(processor.answer, endpoint))
+                host.messaging.serve(subject, partial(relayed, endpoint))
             )
             await host.register(endpoint, component="Processor", model=model)
 

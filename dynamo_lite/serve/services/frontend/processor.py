@@ -39,33 +39,34 @@ def client_of(edge: Any, api_key: str | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=None)
 
 
-class Processor:
-    """Passes NATS requests on to the Frontend's HTTP edge. timeout_s: for a whole answer."""
-
-    def __init__(self, client: httpx.AsyncClient, timeout_s: float, *, on_drop: OnDrop = uncounted):
-        self._client, self._timeout_s, self._on_drop = client, timeout_s, on_drop
-
-    async def answer(self, endpoint: str, payload: bytes) -> bytes:
-        """Returns the edge's JSON response; errors have the form of its error bodies."""
-        try:
-            request = decode_json(payload, dict[str, Any])
-        except ProtocolError as exc:
-            self._on_drop(endpoint)
-            return _bad_request(f"The request is not a JSON object: {exc}")
-        if request.get("stream"):
-            return _bad_request("This endpoint does not stream; use HTTP for streams", "stream")
-        answer = b""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = (await self._client.post(ENDPOINTS[endpoint], content=payload)).content
-        except TimeoutError:
-            message = "The HTTP edge did not answer in time"
-            return error_body(HTTPStatus.GATEWAY_TIMEOUT, message, "Gateway Timeout")
-        except Exception:
-            logger.exception("a request of the Processor failed")
-        return answer or error_body(
-            HTTPStatus.INTERNAL_SERVER_ERROR, "Internal server error", "InternalServerError"
-        )
+async def relay(
+    client: httpx.AsyncClient,
+    timeout_s: float,
+    endpoint: str,
+    payload: bytes,
+    on_drop: OnDrop = uncounted,
+) -> bytes:
+    """The HTTP edge's JSON response to a NATS request; errors have the form of its error bodies.
+    timeout_s: for the whole response."""
+    try:
+        request = decode_json(payload, dict[str, Any])
+    except ProtocolError as exc:
+        on_drop(endpoint)
+        return _bad_request(f"The request is not a JSON object: {exc}")
+    if request.get("stream"):
+        return _bad_request("This endpoint does not stream; use HTTP for streams", "stream")
+    response = b""
+    try:
+        async with asyncio.timeout(timeout_s):
+            response = (await client.post(ENDPOINTS[endpoint], content=payload)).content
+    except TimeoutError:
+        message = "The HTTP edge did not answer in time"
+        return error_body(HTTPStatus.GATEWAY_TIMEOUT, message, "Gateway Timeout")
+    except Exception:
+        logger.exception("a request of the Processor failed")
+    return response or error_body(
+        HTTPStatus.INTERNAL_SERVER_ERROR, "Internal server error", "InternalServerError"
+    )
 
 
 def _bad_request(message: str, param: str | None = None) -> bytes:
