@@ -120,6 +120,8 @@ class FirstTokenMerge:
             else:
                 del owner[key]
         left = any(rests.values())
+        if not left:
+            choice.pop("logprobs", None)  # of tokens that were shown
         if left or ends or not any(shown.values()):
             self._repeated.add(index)
         return left or ends

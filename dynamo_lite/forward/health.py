@@ -96,9 +96,10 @@ class KnownEngines:
         loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
-            await self.check(engine)
-            if self._sent is not None and engine.healthy and self._rivals(engine):
-                await self._read_load(engine)
+            loaded = self._sent is not None and engine.healthy and self._rivals(engine)
+            # Together: a slow page of metrics must not delay that silence is noticed.
+            reads = [self._read_load(engine)] if loaded else []
+            await asyncio.gather(self.check(engine), *reads)
             await asyncio.sleep(self._interval_s)
             if loop.time() > engine.named_until:
                 self.remove(engine)

@@ -112,6 +112,25 @@ async def test_a_leg_at_a_silent_engine_is_given_up(
         still.goes_on.set()
 
 
+async def test_a_slow_page_of_metrics_delays_no_check(monkeypatch: pytest.MonkeyPatch):
+    read, checked = asyncio.Event(), asyncio.Event()
+
+    async def check(upstream: object, engine: KnownEngine) -> None:
+        await read.wait()
+        checked.set()
+
+    async def read_load(upstream: object, engine: KnownEngine) -> None:
+        read.set()
+        await asyncio.Event().wait()
+
+    async with rig(decode=2) as r:
+        await r.check()
+        monkeypatch.setattr(health, "check", check)
+        monkeypatch.setattr(health, "read_load", read_load)
+        async with r.engines:
+            await asyncio.wait_for(checked.wait(), 30)
+
+
 async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still: Still):
     """Its first events have no output, so they are held back."""
     async with quick(decode=2) as r:

@@ -75,6 +75,15 @@ def test_what_goes_beyond_the_first_token_is_shown(
     assert (texts(events), reasons(events)) == (expected, ["stop"])
 
 
+def test_log_probabilities_of_the_first_token_are_shown_once():
+    """Also where the answer ends with it."""
+    one, both = text("a", "length"), text("a", "length")
+    for event in (one, both):
+        event["choices"][0]["logprobs"] = {"tokens": ["a"], "token_logprobs": [-0.5]}
+    shown = [one.get("logprobs") for one in choices(merged([one], [both]))]
+    assert shown == [{"tokens": ["a"], "token_logprobs": [-0.5]}, None]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "expected"),
     [

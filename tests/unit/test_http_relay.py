@@ -96,6 +96,23 @@ async def test_a_caller_that_is_cancelled_closes_the_connection():
         await asyncio.wait_for(closed.wait(), 10)
 
 
+async def test_the_edge_alone_limits_how_many_requests_it_takes():
+    asked, number = 0, 101
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readuntil(b"\r\n\r\n{}")
+        asked += 1
+        while asked < number:
+            await asyncio.sleep(0.01)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async with processor(answer) as relayed:
+        answers = await asyncio.gather(*(relayed("completions", b"{}") for _ in range(number)))
+    assert answers == [b"{}"] * number
+
+
 async def test_a_caller_that_is_cancelled_ends_an_app_of_this_process():
     began = asyncio.Event()
 

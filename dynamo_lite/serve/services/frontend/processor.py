@@ -31,8 +31,9 @@ def client_of(edge: Any, api_key: str | None = None) -> httpx.AsyncClient:
     edge's key, if it requires one."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     if isinstance(edge, str):
-        # Not through a proxy of the environment.
-        url, transport = edge, httpx.AsyncHTTPTransport(verify=False)
+        # Not through a proxy of the environment. The edge limits how many it takes.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        url, transport = edge, httpx.AsyncHTTPTransport(verify=False, limits=limits)
     else:
         url, transport = "http://processor", httpx.ASGITransport(edge, raise_app_exceptions=False)
     headers["content-type"] = "application/json"
