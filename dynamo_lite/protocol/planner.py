@@ -59,8 +59,8 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag="want", forbid_unknown
     component: ComponentName
     #: Workers without draining ones, from now on.
     count: Number
-    #: Where there are too many: those to drain, in this order, after the ones that were never ready
-    #: or are restarted after a crash. No others drain.
+    #: Where there are too many: those to drain. Only ones that were never ready or are restarted
+    #: after a crash end without being named.
     leases: tuple[LeaseId, ...] = ()
     #: `SupervisorReply.version` of the numbers that it was decided on: it is refused after another
     #: order.

@@ -75,13 +75,13 @@ class Fleet:
     def to_retire(
         self, component: str, number: int, leases: Sequence[int]
     ) -> list[InstanceSupervisor]:
-        """Processes that were never ready, the youngest first, then those that are restarted after
-        a crash, then those with these leases. Raises Refused if there are fewer than `number`."""
+        """Processes with these leases, then those that were never ready, the youngest first, then
+        those that are restarted after a crash. Raises Refused if there are fewer than `number`."""
         tier = self._tiers[component]
-        found = [one for one in reversed(tier) if one.phase == "starting"]
-        found += [one for one in reversed(tier) if one.phase == "ready" and not one.lease_id]
         known = {one.lease_id: one for one in tier if one.lease_id}
-        found += [known[lease] for lease in leases if lease in known]
+        found = [known[lease] for lease in leases if lease in known]
+        found += [one for one in reversed(tier) if one.phase == "starting"]
+        found += [one for one in reversed(tier) if one.phase == "ready" and not one.lease_id]
         if len(found) < number:
             have = ", ".join(f"{lease:x}" for lease in known) or "none"
             raise _refused(

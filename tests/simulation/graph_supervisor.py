@@ -141,9 +141,9 @@ class SimSupervisor:
         if number <= 0:
             return []
         workers = self._workers[component]
-        found = [one for one in reversed(workers) if one.phase == "starting"]
+        found = [self.named(component, lease) for lease in leases]
+        found += [one for one in reversed(workers) if one.phase == "starting"]
         found += [one for one in reversed(workers) if one.phase == "ready" and not one.lease_id]
-        found += [self.named(component, lease) for lease in leases]
         if len(found) < number:
             raise Refused(f"{component}: no process is starting", elsewhere=False)
         return found[:number]
