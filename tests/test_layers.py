@@ -57,16 +57,16 @@ PURE = (
 BUDGET = {
     "dynamo_lite/protocol": 1_954,
     "dynamo_lite/runtime": 6_220,
-    "dynamo_lite/routing": 1_069,
+    "dynamo_lite/routing": 1_062,
     "dynamo_lite/transfer": 1_270,
-    "dynamo_lite/request_plane": 2_065,
+    "dynamo_lite/request_plane": 2_036,
     "dynamo_lite/disagg": 6_999,
     "dynamo_lite/vllm": 6_284,
     "dynamo_lite/forward": 5_304,
     "dynamo_lite/planner": 2_158,
     "dynamo_lite/serve": 6_044,
     "dynamo_lite/cli": 2_955,
-    "tests": 56_623,
+    "tests": 56_639,
     "tests/simulation": 8_578,
 }
 SLACK = 50
