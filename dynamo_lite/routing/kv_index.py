@@ -24,9 +24,9 @@ _NOTED_PART = 8
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
-    block_size: tokens per block. max_blocks: most different blocks. Beyond it those are evicted
-    that were stored longest ago and not matched lately, whichever workers hold them. evicted: how
-    many were.
+    block_size: for its users, in tokens or bytes. max_blocks: most different blocks. Beyond it
+    those are evicted that were stored longest ago and not matched lately, whichever workers hold
+    them. evicted: how many were.
     """
 
     def __init__(self, block_size: int, max_blocks: int):
