@@ -92,7 +92,7 @@ class Ours:
         from dynamo_lite.routing.kv_index import KvIndex
 
         self._codec, self._kv, self._chain_hashes = codec, kv, chain_hashes
-        self._index = KvIndex(4_000_000)
+        self._index = KvIndex(BLOCK_TOKENS, 4_000_000)
 
     def message(self, event: Event, *, removed: bool) -> bytes:
         worker, _, hashes = event

@@ -57,7 +57,7 @@ PURE = (
 BUDGET = {
     "dynamo_lite/protocol": 1_961,
     "dynamo_lite/runtime": 6_207,
-    "dynamo_lite/routing": 1_069,
+    "dynamo_lite/routing": 1_062,
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_036,
     "dynamo_lite/disagg": 6_649,

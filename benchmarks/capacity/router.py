@@ -34,7 +34,7 @@ class Router:
         worker = self._workers.get(lease_id)
         return None if worker is None else worker.report
 
-    def shard(self, lease_id: int) -> None:
+    def index(self, lease_id: int) -> None:
         """No worker publishes its blocks."""
 
     def join(self, worker: DecodeWorkerModel) -> None:

@@ -91,7 +91,7 @@ class SentPrompts:
     """Which prompts were sent to which engines."""
 
     def __init__(self) -> None:
-        self._index = KvIndex(MAX_INDEX_BLOCKS)
+        self._index = KvIndex(BLOCK_BYTES, MAX_INDEX_BLOCKS)
 
     def matched(self, chain: Sequence[ChainHash]) -> dict[int, int]:
         """How many tokens of the prompt each engine is assumed to hold."""

@@ -27,7 +27,6 @@ from dynamo_lite.protocol.kv import (
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_index import KvIndex
-from dynamo_lite.routing.worker_loads import Shard
 from dynamo_lite.runtime.drops import OnDrop, counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -54,7 +53,7 @@ class _WorkerView:
     load: Load | None = None
     heard_at: float = 0.0
     #: The index with its blocks; None for a worker that does not publish them.
-    shard: Shard | None = None
+    index: KvIndex | None = None
 
 
 class KvFollower:
@@ -79,7 +78,8 @@ class KvFollower:
         self._namespace, self._component = namespace, component
         self._max_blocks = max_blocks
         self._workers: dict[int, _WorkerView] = {}
-        self._shards: dict[tuple[str, int], Shard] = {}
+        #: By model and block size.
+        self._indexes: dict[tuple[str, int], KvIndex] = {}
         self._on_load: Callable[[int], None] = lambda lease_id: None
         self._stack = contextlib.AsyncExitStack()
         self._notices = _metrics(registry, self)
@@ -89,7 +89,7 @@ class KvFollower:
 
     @property
     def indexes(self) -> Sequence[KvIndex]:
-        return [shard.index for shard in self._shards.values()]
+        return list(self._indexes.values())
 
     def on_load(self, callback: Callable[[int], None]) -> None:
         """Sets the callback that takes the lease id of each worker that has reported its load."""
@@ -101,9 +101,9 @@ class KvFollower:
             return None
         return worker.load
 
-    def shard(self, lease_id: int) -> Shard | None:
+    def index(self, lease_id: int) -> KvIndex | None:
         worker = self._workers.get(lease_id)
-        return None if worker is None else worker.shard
+        return None if worker is None else worker.index
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -120,8 +120,8 @@ class KvFollower:
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
         for lease_id in left:
             worker = self._workers.pop(lease_id, None)
-            if worker is not None and worker.shard is not None:
-                worker.shard.index.leave(lease_id)
+            if worker is not None and worker.index is not None:
+                worker.index.leave(lease_id)
 
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
@@ -135,7 +135,7 @@ class KvFollower:
         )
         missed = self._receive(worker, notice)
         self._notices.labels("gap" if missed else "applied").inc()
-        if worker.shard is not None and not worker.complete:
+        if worker.index is not None and not worker.complete:
             # If the answer is lost, a later notice asks again.
             if _now() >= worker.asked_at + _ASK_S:
                 await self._ask(worker)
@@ -147,21 +147,21 @@ class KvFollower:
         worker.number = notice.number
         worker.complete = whole or (worker.complete and not missed)
         self._assign(worker, notice.block_size_tokens)
-        if worker.shard is not None:
+        if worker.index is not None:
             for change in notice.changes:
-                _apply(change, worker.lease_id, worker.shard.index)
+                _apply(change, worker.lease_id, worker.index)
         worker.load, worker.heard_at = notice.load, _now()
         self._on_load(worker.lease_id)
         return missed
 
     def _assign(self, worker: _WorkerView, block_size: int) -> None:
         """Assigns the worker to the index of its model and block size."""
-        key, shard = (worker.model, block_size), None
-        if block_size and (shard := self._shards.get(key)) is None:
-            shard = self._shards[key] = Shard(block_size, KvIndex(self._max_blocks))
-        if worker.shard is not None and worker.shard is not shard:
-            worker.shard.index.leave(worker.lease_id)
-        worker.shard = shard
+        key, index = (worker.model, block_size), None
+        if block_size and (index := self._indexes.get(key)) is None:
+            index = self._indexes[key] = KvIndex(block_size, self._max_blocks)
+        if worker.index is not None and worker.index is not index:
+            worker.index.leave(worker.lease_id)
+        worker.index = index
 
     async def _ask(self, worker: _WorkerView) -> None:
         """Asks for all blocks of the worker."""

@@ -24,13 +24,15 @@ _NOTED_PART = 8
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
-    max_blocks: most different blocks. Beyond it those are evicted that were stored longest ago and
-    not matched lately, whichever workers hold them. evicted: how many were.
+    block_size: for its users, in tokens or bytes. max_blocks: most different blocks. Beyond it
+    those are evicted that were stored longest ago and not matched lately, whichever workers hold
+    them. evicted: how many were.
     """
 
-    def __init__(self, max_blocks: int):
+    def __init__(self, block_size: int, max_blocks: int):
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
+        self.block_size = block_size
         self.evicted = 0
         self._max_blocks = max_blocks
         #: Hash to the workers that hold it. A worker is its bit. There is no index from a worker to

@@ -124,8 +124,8 @@ class KvPicker(Picker):
         chosen, reason = self._choose(candidates, home)
         self._note(chosen, reason, session, prompt_tokens)
         lease_id, new = chosen.member.lease_id, list[ChainHash]()
-        if (shard := self._view.shard(lease_id)) is not None:
-            new = list(by_size[shard.block_size][chosen.matched // shard.block_size :])
+        if (index := self._view.index(lease_id)) is not None:
+            new = list(by_size[index.block_size][chosen.matched // index.block_size :])
         self._loads.book(
             request_id, OwnRequest(lease_id, new, prompt_tokens, prompt_tokens - chosen.matched)
         )
@@ -153,12 +153,12 @@ class KvPicker(Picker):
         """
         matched: dict[int, int] = {}
         # An index has workers of one block size.
-        shards = {id(s.index): s for m in members if (s := self._view.shard(m.lease_id))}
-        for shard in shards.values():
-            size = shard.block_size
+        views = (self._view.index(member.lease_id) for member in members)
+        for index in dict.fromkeys(index for index in views if index is not None):
+            size = index.block_size
             if size not in by_size:
                 by_size[size] = hashes(size)
-            found = shard.index.match(by_size[size])
+            found = index.match(by_size[size])
             matched |= {worker: count * size for worker, count in found.items()}
         return matched
 

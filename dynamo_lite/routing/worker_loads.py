@@ -20,15 +20,6 @@ REQUEST_LOAD_TOKENS = 32
 MAX_KV_USAGE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Where a worker's blocks are indexed."""
-
-    #: Block size in tokens.
-    block_size: int
-    index: KvIndex
-
-
 class KvView(Protocol):
     """What is known of the workers, by lease id."""
 
@@ -36,8 +27,8 @@ class KvView(Protocol):
         """None without a recent report."""
         ...
 
-    def shard(self, lease_id: int) -> Shard | None:
-        """None for a worker that does not publish its blocks."""
+    def index(self, lease_id: int) -> KvIndex | None:
+        """Where its blocks are; None for a worker that does not publish its blocks."""
         ...
 
 
@@ -116,8 +107,8 @@ class WorkerLoads:
         own.requests += 1
         own.prompt_tokens += request.prompt_tokens
         own.prefill_tokens += request.prefill_tokens
-        if (shard := self._view.shard(request.worker)) is not None:
-            shard.index.promised(request.worker, request.hashes)
+        if (index := self._view.index(request.worker)) is not None:
+            index.promised(request.worker, request.hashes)
 
     def answered(self, request_id: str) -> None:
         """The request's first token has arrived."""
@@ -135,8 +126,8 @@ class WorkerLoads:
             del self._own[request.worker]
 
     def _prefill_ended(self, request: OwnRequest, *, computed: bool) -> None:
-        if (shard := self._view.shard(request.worker)) is not None:
-            shard.index.settled(request.worker, request.hashes, computed=computed)
+        if (index := self._view.index(request.worker)) is not None:
+            index.settled(request.worker, request.hashes, computed=computed)
         own = self._own[request.worker]
         own.prompt_tokens -= request.prompt_tokens
         own.prefill_tokens -= request.prefill_tokens

@@ -177,11 +177,11 @@ class Router:
 
     def sees(self, worker: Worker) -> bool:
         """Whether it knows of the worker's blocks what is true, for every prompt."""
-        shard = self.follower.shard(worker.lease_id)
-        if shard is None:
+        index = self.follower.index(worker.lease_id)
+        if index is None:
             return False
         return all(
-            shard.index.match(chain_hashes(prompt, BLOCK)).get(worker.lease_id, 0)
+            index.match(chain_hashes(prompt, BLOCK)).get(worker.lease_id, 0)
             == worker.longest(prompt)
             for prompt in PROMPTS
         )

@@ -83,7 +83,7 @@ def play(engine: Engine, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_it_is_a_brute_force_oracle(seed: int):
-    rng, index = random.Random(seed), KvIndex(1000)
+    rng, index = random.Random(seed), KvIndex(BLOCK, 1000)
     engines = [Engine(index, worker) for worker in range(4)]
     incarnations = itertools.count(10)
     for _ in range(100):
@@ -109,7 +109,7 @@ def check(index: KvIndex, engines: list[Engine]) -> None:
 
 
 def test_it_keeps_within_its_bound_and_claims_nothing_that_is_not_there():
-    rng, index = random.Random(1), KvIndex(500)
+    rng, index = random.Random(1), KvIndex(BLOCK, 500)
     truth: dict[int, set[int]] = {worker: set() for worker in range(8)}
     prompts = [[1_000_000 + 100 * p + i for i in range(20)] for p in range(200)]
     for _ in range(600):
@@ -125,7 +125,7 @@ def test_it_keeps_within_its_bound_and_claims_nothing_that_is_not_there():
 
 
 def test_what_is_matched_outlives_what_is_not():
-    index, popular = KvIndex(1000), list(range(1, 51))
+    index, popular = KvIndex(BLOCK, 1000), list(range(1, 51))
     index.stored(1, popular)
     for prompt in range(200):
         for _ in range(16):
@@ -155,7 +155,7 @@ GOLDEN_SALTED = [47567483592903719, 59369248434780659]
 
 
 def test_the_leave_of_a_worker_that_holds_nothing_scans_no_blocks(monkeypatch: pytest.MonkeyPatch):
-    index = KvIndex(10)
+    index = KvIndex(BLOCK, 10)
     index.stored(1, [1, 2])
     with monkeypatch.context() as patch:
         patch.delattr(KvIndex, "held")

@@ -13,7 +13,7 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions
-from dynamo_lite.routing.worker_loads import OwnRequest, Shard, WorkerLoads
+from dynamo_lite.routing.worker_loads import OwnRequest, WorkerLoads
 from tests.builders import endpoint_record
 
 BLOCK = 4
@@ -23,23 +23,23 @@ PROMPT = list(range(100, 141))  # ten full blocks, and one token
 class View:
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
-        self.shards: dict[int, Shard] = {}
+        self.indexes: dict[int, KvIndex] = {}
 
     def load(self, lease_id: int) -> Load | None:
         return self.loads.get(lease_id)
 
-    def shard(self, lease_id: int) -> Shard | None:
-        return self.shards.get(lease_id)
+    def index(self, lease_id: int) -> KvIndex | None:
+        return self.indexes.get(lease_id)
 
 
 class Router:
     """A picker of workers 1 to n, which all tell what they hold."""
 
     def __init__(self, workers: int = 3, **options: Any):
-        self.view, self.index = View(), KvIndex(10_000)
+        self.view, self.index = View(), KvIndex(BLOCK, 10_000)
         self.members = [endpoint_record(i + 1) for i in range(workers)]
         for m in self.members:
-            self.view.shards[m.lease_id] = Shard(BLOCK, self.index)
+            self.view.indexes[m.lease_id] = self.index
         self.picker = KvPicker(self.view, KvRoutingOptions(**options))
         self._ids = itertools.count()
 
@@ -153,7 +153,7 @@ def test_a_full_cache_is_left_out_while_another_has_room():
 
 def test_workers_that_tell_nothing_are_chosen_by_what_they_were_given():
     router = Router(workers=2)
-    router.view.shards.clear()
+    router.view.indexes.clear()
     assert {router.pick(), router.pick()} == {1, 2}
     assert router.picker.choices == Counter(load=2)
 
@@ -188,10 +188,10 @@ def test_a_session_stays_where_it_was_unless_that_is_much_busier():
 
 
 def test_block_sizes_of_their_own():
-    """Workers of two shards: each one's blocks are looked up by its own size."""
+    """Workers of two indexes: each one's blocks are looked up by its own size."""
     router = Router(workers=2)
-    other = KvIndex(100)
-    router.view.shards[2] = Shard(8, other)
+    other = KvIndex(8, 100)
+    router.view.indexes[2] = other
     other.stored(2, chain_hashes(PROMPT[:32], 8))
     router.hold(1, PROMPT[:28])
     assert router.pick() == 2
@@ -220,8 +220,8 @@ def test_blocks_stay_known_once_they_are_computed():
 def test_bookings_come_to_nothing(seed: int):
     """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
     rng, view = random.Random(seed), View()
-    loads, index = WorkerLoads(view), KvIndex(1000)
-    view.shards = {worker: Shard(BLOCK, index) for worker in range(3)}
+    loads, index = WorkerLoads(view), KvIndex(BLOCK, 1000)
+    view.indexes = {worker: index for worker in range(3)}
     truth: dict[str, list[int]] = {}
     for n in range(200):
         match rng.choice(["book", "answer", "release"]):
