@@ -124,28 +124,6 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
     await eventually(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
 
 
-@pytest.mark.parametrize("how", ["aborted", "cancelled"])
-async def test_what_is_given_up_while_the_engine_is_taking_it_leaves_nothing_running(
-    setup: Setup, how: str
-):
-    setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
-    await eventually(lambda: setup.server.in_flight == 1)
-    if how == "aborted":
-        await setup.client.abort(["a"])
-    else:
-        submitting.cancel()
-        await asyncio.wait([submitting])
-        assert submitting.cancelled()
-    setup.engine.gate.set()
-    await asyncio.wait([submitting])
-    assert submitting.cancelled() or submitting.exception() is None
-    await eventually(lambda: "a" in setup.engine.aborted)
-    assert await setup.server.wait_idle(5)
-    assert setup.engine.running == {}
-    assert setup.outputs.batches == [] and setup.outputs.lost == []
-
-
 async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup):
     for request_id in ("a", "b", "c"):
         await setup.client.submit(setup.member, generate_request(request_id))
