@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.process.command import VLLM_PATIENCE_S, Serving, descendants, serving
+from tests.process.command import VLLM_PATIENCE_S, Serving, descendants_of, serving
 from tests.process.null_graph import answer
 
 TOKENS = 60
@@ -32,7 +32,7 @@ class Pod:
 
     def sigkill(self) -> None:
         """To all processes of the container at once."""
-        for pid in (self.command.process.pid, *descendants(self.command.process.pid)):
+        for pid in (self.command.process.pid, *descendants_of(self.command.process.pid)):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
