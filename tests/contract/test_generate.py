@@ -137,15 +137,6 @@ async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup
         await setup.client.submit(setup.member, generate_request("d"))
 
 
-async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
-    for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, generate_request(request_id))
-    await setup.client.__aexit__(None, None, None)
-    await eventually(lambda: sorted(setup.engine.aborted) == ["a", "b"])
-    assert await setup.server.wait_idle(5)
-    assert setup.outputs.lost == []
-
-
 # Over TCP
 
 
