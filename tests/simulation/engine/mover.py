@@ -34,6 +34,10 @@ class LocalTransfer:
         self.peer, self.ended, self.held = peer, False, False
         self.failure: str | None = None
 
+    @property
+    def over(self) -> bool:
+        return self.ended or self.failure is not None
+
     def done(self) -> bool:
         self.ended = self.ended or (self.failure is None and not self.held and self.poll())
         if self.failure is not None and not self.ended:
