@@ -14,8 +14,6 @@ from dynamo_lite.runtime.process.status import StatusServer
 from tests.certificate_folders import graph_folder, of
 
 FACTS = {"ok": True, "n": 1}
-#: The version of a certificate in DER.
-V3 = b"\xa0\3\2\1\2"
 
 
 @pytest.fixture

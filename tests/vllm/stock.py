@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +83,12 @@ def forwarding(
     decode: list[StockEngine],
     *,
     protocol: Protocol = "nixl",
-    options: Sequence[str] = (),
 ) -> Iterator[Forwarded]:
     """A Forwarder in front of engines that the caller has started."""
     every = [*prefill, *decode]
     listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
     engines = (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}")
-    with Graph(directory, FORWARD, (*engines, *options), http="Forwarder") as graph:
+    with Graph(directory, FORWARD, engines, http="Forwarder") as graph:
         yield Forwarded(graph, prefill, decode)
 
 
@@ -101,11 +100,8 @@ def forwarded(
     prefill: int = 1,
     decode: int = 1,
     lease_s: float = 30.0,
-    options: Sequence[str] = (),
-    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Forwarded]:
-    """Engines that are started one beside the other, and then a Forwarder. flags: of the
-    engines."""
+    """Engines that are started one beside the other, and then a Forwarder."""
     with ExitStack() as stack:
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
         counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
@@ -116,13 +112,10 @@ def forwarded(
                     role,
                     CONNECTORS[protocol],
                     lease_s=lease_s,
-                    flags=flags,
                 )
                 engines[role].append(stack.enter_context(engine))
         yield stack.enter_context(
-            forwarding(
-                directory / "forwarder", *engines.values(), protocol=protocol, options=options
-            )
+            forwarding(directory / "forwarder", *engines.values(), protocol=protocol)
         )
 
 
