@@ -66,7 +66,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_158,
     "dynamo_lite/serve": 6_044,
     "dynamo_lite/cli": 2_955,
-    "tests": 54_922,
+    "tests": 54_913,
     "tests/simulation": 8_551,
 }
 SLACK = 50

@@ -2,11 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tests.ports import reserved_port
@@ -27,17 +26,9 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 class StockEngine(PlainServer):
     """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that no
-    decode engine reads. flags: more of vLLM's."""
+    decode engine reads."""
 
-    def __init__(
-        self,
-        directory: Path,
-        role: Role,
-        connector: str,
-        *,
-        lease_s: float = 30.0,
-        flags: Mapping[str, Any] = MappingProxyType({}),
-    ):
+    def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float = 30.0):
         config: dict[str, Any] = {
             "kv_connector": connector,
             "kv_role": _KV_ROLES[role],
@@ -45,7 +36,7 @@ class StockEngine(PlainServer):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
-        super().__init__(directory, flags={"kv-transfer-config": config, **flags})
+        super().__init__(directory, flags={"kv-transfer-config": config})
         self.role: Role = role
         self._ready_s = _READY_S
         self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserved_port())
