@@ -116,10 +116,10 @@ def process_spec(component: str, **changes: Any) -> ProcessSpec:
     return ProcessSpec(component=component, **(fields | changes))
 
 
-def rank_metadata(agent: bytes = b"") -> RankMetadata:
+def rank_metadata() -> RankMetadata:
     """A rank with one layer in main memory."""
     region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
-    return RankMetadata(agent=agent, memory="DRAM", device=0, regions=(region,))
+    return RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,))
 
 
 PREFILL_ROLE = PrefillEngineConfig(cells_path="", min_prefix_read_length=8, queue=QueueConfig())

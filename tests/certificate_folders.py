@@ -45,8 +45,8 @@ def expire(folder: Path, name: str, *, days: float = -1) -> None:
     path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
 
 
-def renew(folder: Path, name: str, namespace: str = NAMESPACE) -> None:
+def renew(folder: Path, name: str) -> None:
     """As an operator does: the files go, and are made again."""
     for path in (folder / f"{name}.pem", folder / f"{name}-key.pem"):
         path.unlink()
-    make_certificates(folder, namespace, [name])
+    make_certificates(folder, NAMESPACE, [name])

@@ -193,8 +193,8 @@ class NatsCluster(Cluster[M]):
 
 
 @asynccontextmanager
-async def nats_cluster(folder: Path, size: int = 3) -> AsyncIterator[NatsCluster[PrivateServer]]:
-    routes = {f"n{number}": (_LOOPBACK, reserved_port()) for number in range(size)}
+async def nats_cluster(folder: Path) -> AsyncIterator[NatsCluster[PrivateServer]]:
+    routes = {f"n{number}": (_LOOPBACK, reserved_port()) for number in range(3)}
     kind = partial(_NatsMember, routes=routes)
     async with _running({name: PrivateServer(kind, folder / name) for name in routes}) as members:
         cluster = NatsCluster(members)
@@ -263,8 +263,8 @@ class EtcdCluster(Cluster[M]):
 
 
 @asynccontextmanager
-async def etcd_cluster(folder: Path, size: int = 3) -> AsyncIterator[EtcdCluster[PrivateServer]]:
-    peers = {f"e{number}": f"http://{_LOOPBACK}:{reserved_port()}" for number in range(size)}
+async def etcd_cluster(folder: Path) -> AsyncIterator[EtcdCluster[PrivateServer]]:
+    peers = {f"e{number}": f"http://{_LOOPBACK}:{reserved_port()}" for number in range(3)}
     kind = partial(_EtcdMember, peers=peers)
     async with _running({name: PrivateServer(kind, folder / name) for name in peers}) as members:
         cluster = EtcdCluster(members)

@@ -21,6 +21,9 @@ class _Sampling(msgspec.Struct):
     max_tokens: int | None = None
 
 
+#: Of an answer to a request without a limit.
+_MAX_TOKENS = 64
+
 _decode_sampling = msgspec.msgpack.Decoder(_Sampling).decode
 
 
@@ -36,10 +39,9 @@ class _Run:
 
 
 class NullEngine:
-    """DecodeEngine that gives each running request `tokens_per_step` tokens in every step.
+    """DecodeEngine that gives each running request a token in every step.
 
-    max_tokens: length of an answer to a request without a limit. A request ends with finish_reason
-    "length"; its last step may be shorter. token_at: the token at a position of the answer to a
+    A request ends with finish_reason "length". token_at: the token at a position of the answer to a
     prompt, for tests that must tell positions apart; otherwise every token is `token_id`.
     """
 
@@ -47,13 +49,9 @@ class NullEngine:
         self,
         *,
         token_id: int = 1,
-        tokens_per_step: int = 1,
-        max_tokens: int = 64,
         token_at: Callable[[list[int], int], int] | None = None,
     ):
-        self._step_token_ids = [token_id] * tokens_per_step
-        self._token_at = token_at
-        self._max_tokens = max_tokens
+        self._token_id, self._token_at = token_id, token_at
         self._running: dict[str, _Run] = {}
         self._started: dict[str, PrefillCounts] = {}  # not sent yet
         self._wake = asyncio.Event()
@@ -95,7 +93,7 @@ class NullEngine:
         except msgspec.DecodeError as exc:
             raise Refused(f"malformed sampling parameters: {exc}", elsewhere=False) from exc
         if max_tokens is None:
-            max_tokens = self._max_tokens
+            max_tokens = _MAX_TOKENS
         if max_tokens < 1:
             raise Refused(f"max_tokens must be at least 1, got {max_tokens}", elsewhere=False)
         if request.request_id in self._running:
@@ -124,7 +122,7 @@ class NullEngine:
         started, self._started = self._started, {}
         deltas: list[TokenDelta] = []
         for request_id, run in list(self._running.items()):
-            token_ids = self._tokens(run)
+            token_ids = [self._token(run)] if run.left else []
             run.position += len(token_ids)
             run.left -= len(token_ids)
             if not run.left:
@@ -139,8 +137,7 @@ class NullEngine:
             )
         return deltas
 
-    def _tokens(self, run: _Run) -> list[int]:
-        token_ids = self._step_token_ids[: run.left]
+    def _token(self, run: _Run) -> int:
         if self._token_at is None:
-            return token_ids
-        return [self._token_at(run.prompt, run.position + i) for i in range(len(token_ids))]
+            return self._token_id
+        return self._token_at(run.prompt, run.position)

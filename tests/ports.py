@@ -8,14 +8,14 @@ from dynamo_lite.serve.processes import free_port
 _RESERVED: list[socket.socket] = []
 
 
-def reserved_port(host: str = "127.0.0.1") -> int:
+def reserved_port() -> int:
     """A TCP port that no other call returns, also not in another process, until this one ends."""
     while True:
-        port = free_port(host)
+        port = free_port("127.0.0.1")
         reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             # Without SO_REUSEADDR, so that it fails if the port was reserved meanwhile.
-            reservation.bind((host, port))
+            reservation.bind(("127.0.0.1", port))
         except OSError:
             reservation.close()
             continue

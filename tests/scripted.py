@@ -65,11 +65,12 @@ class Violation(Exception):
     """The forwarder has broken the protocol."""
 
 
-class Fleet:
-    """pair_s: a leg that waits for its other one longer than this is a failure of the test."""
+#: A leg that waits longer than this for its other one is a failure of the test.
+_PAIR_S = 10.0
 
-    def __init__(self, *, pair_s: float = 10.0) -> None:
-        self._pair_s = pair_s
+
+class Fleet:
+    def __init__(self) -> None:
         self.violations: list[str] = []
         self.legs: list[Leg] = []
         self.engines: list[ScriptedEngine] = []
@@ -85,7 +86,7 @@ class Fleet:
     async def meet(self, own: str, other: str) -> None:
         """Both sides of a handover wait for each other."""
         self.arrived(own).set()
-        async with asyncio.timeout(self._pair_s):
+        async with asyncio.timeout(_PAIR_S):
             await self.arrived(other).wait()
 
     async def ends_well(self) -> None:

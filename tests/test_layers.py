@@ -66,8 +66,8 @@ BUDGET = {
     "dynamo_lite/planner": 2_099,
     "dynamo_lite/serve": 5_722,
     "dynamo_lite/cli": 2_842,
-    "tests": 56_528,
-    "tests/simulation": 8_560,
+    "tests": 55_103,
+    "tests/simulation": 8_533,
 }
 SLACK = 50
 

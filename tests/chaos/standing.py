@@ -100,12 +100,13 @@ async def _jobs(messaging: NatsMessaging) -> int | None:
         return None
 
 
-async def at_rest(
-    cluster: Cluster, free_blocks: int | None = None, *, timeout_s: float = 120.0
-) -> tuple[Standing, str]:
+_REST_S = 120.0
+
+
+async def at_rest(cluster: Cluster, free_blocks: int | None = None) -> tuple[Standing, str]:
     """Waits until all members are ready and nothing is in flight. Returns what is not at rest
     after that, or ""."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _REST_S
     standing, trouble = Standing(), "not looked at yet"
     while True:
         late = [m.name for m in cluster.members() if not m.ready]

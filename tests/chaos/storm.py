@@ -116,12 +116,11 @@ class Storm:
         cluster: Cluster,
         *,
         seed: int,
-        lanes: tuple[Lane, ...] = LANES,
         say: Callable[[str], None] = lambda line: None,
     ):
         self.trouble: list[str] = []
         self._lanes = {
-            lane: Blows(cluster, random.Random(f"{seed}/{lane.name}"), say) for lane in lanes
+            lane: Blows(cluster, random.Random(f"{seed}/{lane.name}"), say) for lane in LANES
         }
         self._stop = asyncio.Event()
 

@@ -13,7 +13,6 @@ from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import engines as known_engines
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.engines import EMPTY_LEGS
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
 from dynamo_lite.forward.sidecar import Sidecar
 from tests.builders import eventually
@@ -188,19 +187,6 @@ async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
             await eventually(is_forgotten)
 
 
-async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
-    async with beside("mooncake") as b:
-        assert await b.text(b.header()) == TEXT
-        b.prefill[0].bootstrap_ids = {"0": {"engine_id": "another"}}
-
-        async def is_told() -> bool:
-            await b.ask(headers=b.header())
-            return b.decode[0].legs[-1].params["remote_engine_id"] == "another"
-
-        await eventually(is_told)
-        b.fleet.violations.clear()  # of the asks before the ids were read again
-
-
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
 async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_while(
     name: str, engines: str, monkeypatch: pytest.MonkeyPatch
@@ -226,21 +212,6 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
         assert await b.text(b.header()) == TEXT
         assert b.legs() == [2, 1]
         assert json.loads(await b.own("/health"))["engines"][b.prefill[0].address]["trouble"] == ""
-
-
-async def test_an_engine_that_never_hands_over_gets_one_more_leg_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    async with beside() as b:
-        b.prefill[0].handover = anything
-        for _ in range(EMPTY_LEGS + 3):
-            assert await b.text(b.header()) == TEXT
-        assert b.legs() == [EMPTY_LEGS]
-        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
-        assert await b.text(b.header()) == TEXT
-        monkeypatch.setattr(known_engines, "MISFIT_S", 3600.0)
-        assert await b.text(b.header()) == TEXT
-        assert b.legs() == [EMPTY_LEGS + 1]
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():

@@ -2,19 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from benchmarks.browser import find_chromium, open_page
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.runtime.overview.model import Overview, RoleEngines
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.serve.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
-from tests.builders import eventually
-from tests.joining import PATIENCE_S, Cluster, Running, cluster
+from tests.joining import Cluster, Running, cluster
 from tests.lacking import lacking
 from tests.unit.test_dashboard import vllm_app
 
@@ -29,18 +27,6 @@ async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Clust
         yield made
 
 
-async def until(observer: Observer, accept: Callable[[Overview], bool]) -> Overview:
-    async def accepted() -> Overview | None:
-        found = await observer.look()
-        return found if accept(found) else None
-
-    return await eventually(accepted, PATIENCE_S)
-
-
-def workers(seen: Overview) -> list[tuple[str, str, int | None, int | None]]:
-    return [(w.component, w.state, w.running, w.waiting) for w in seen.workers]
-
-
 async def started(c: Cluster) -> Running:
     """A Forwarder with a prefill engine that it lists, and a decode engine that has joined."""
     listed, joined = await c.engine("prefill"), await c.engine("decode")
@@ -49,23 +35,6 @@ async def started(c: Cluster) -> Running:
     await c.join(joined)
     await c.counts(forwarder, 1, 1)
     return forwarder
-
-
-async def test_listed_and_joined_engines_are_counted_and_joined_ones_are_workers(c: Cluster):
-    forwarder = await started(c)
-    async with Observer(c.store, c.namespace) as observer:
-        seen = await until(observer, lambda seen: ("DecodeEngine", "ready", 3, 4) in workers(seen))
-        assert [name for name, *_ in workers(seen)] == ["DecodeEngine", "Forwarder"]
-        assert seen.engines == [
-            RoleEngines(role="prefill", known=1, usable=1),
-            RoleEngines(role="decode", known=1, usable=1),
-        ]
-        assert (seen.decisions, seen.in_flight, seen.trouble) == ([], 0, [])
-        await c.ask(forwarder)
-        seen = await until(observer, lambda seen: seen.decisions != [])
-        assert [(d.verdict, d.reason, d.total) for d in seen.decisions] == [
-            ("disaggregated", "", 1)
-        ]
 
 
 @contextlib.asynccontextmanager

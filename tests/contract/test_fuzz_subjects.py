@@ -263,4 +263,4 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         # An engine's counts come up with its steps.
         assert not attack.broken - pair.drops
 
-    play(script, wire=Wire(slowest_s=0.3), num_blocks=200)
+    play(script, Wire(slowest_s=0.3), num_blocks=200)

@@ -124,28 +124,6 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
     await eventually(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
 
 
-@pytest.mark.parametrize("how", ["aborted", "cancelled"])
-async def test_what_is_given_up_while_the_engine_is_taking_it_leaves_nothing_running(
-    setup: Setup, how: str
-):
-    setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
-    await eventually(lambda: setup.server.in_flight == 1)
-    if how == "aborted":
-        await setup.client.abort(["a"])
-    else:
-        submitting.cancel()
-        await asyncio.wait([submitting])
-        assert submitting.cancelled()
-    setup.engine.gate.set()
-    await asyncio.wait([submitting])
-    assert submitting.cancelled() or submitting.exception() is None
-    await eventually(lambda: "a" in setup.engine.aborted)
-    assert await setup.server.wait_idle(5)
-    assert setup.engine.running == {}
-    assert setup.outputs.batches == [] and setup.outputs.lost == []
-
-
 async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup):
     for request_id in ("a", "b", "c"):
         await setup.client.submit(setup.member, generate_request(request_id))
@@ -157,15 +135,6 @@ async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup
     assert sorted(setup.engine.aborted) == ["a", "b"]
     with pytest.raises(Unavailable):
         await setup.client.submit(setup.member, generate_request("d"))
-
-
-async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
-    for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, generate_request(request_id))
-    await setup.client.__aexit__(None, None, None)
-    await eventually(lambda: sorted(setup.engine.aborted) == ["a", "b"])
-    assert await setup.server.wait_idle(5)
-    assert setup.outputs.lost == []
 
 
 # Over TCP

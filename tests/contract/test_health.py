@@ -44,7 +44,6 @@ class Graph:
         self.messaging, self.namespace = messaging, f"t-{secrets.token_hex(3)}"
         self.store, self.registry = MemoryStore(), CollectorRegistry()
         self.turned: asyncio.Queue[tuple[set[int], set[int]]] = asyncio.Queue()
-        self.numbers: dict[int, int] = {}
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator["Graph"]:
@@ -92,8 +91,8 @@ class Graph:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def beat(self, lease_id: int, number: int, *, ok: bool = True, detail: str = "") -> None:
-        beat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail=detail)
+    async def beat(self, lease_id: int, number: int, *, ok: bool = True) -> None:
+        beat = Heartbeat(lease_id=lease_id, number=number, ok=ok)
         await self.send(encode(beat))
 
     async def send(self, payload: bytes) -> None:

@@ -29,28 +29,6 @@ def rights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeastRights]:
         yield made
 
 
-async def test_a_job_goes_from_a_decode_to_a_prefill_worker(rights: LeastRights):
-    config = QueueConfig()
-    seen = len(rights.violations())
-    decode, prefill = (
-        open_queue(rights.nats_url(who), NAMESPACE, config, None)
-        for who in ("VllmWorker", "PrefillWorker")
-    )
-    async with asyncio.timeout(20), decode, prefill:
-        sequence = await decode.push(b"one", message_id="1")
-        job = await prefill.pull(timeout_s=5)
-        assert job is not None and job.payload == b"one"
-        await job.ack()
-
-        async def is_empty() -> bool:
-            return (await decode.depth()).jobs == 0
-
-        await eventually(is_empty)
-        sequence = await decode.push(b"two", message_id="2")
-        assert await decode.delete(sequence)
-    assert rights.violations()[seen:] == []
-
-
 @pytest.mark.parametrize(
     ("who", "subject"),
     [

@@ -47,31 +47,6 @@ async def test_what_an_operator_sets_is_reached_and_then_forgotten(bench: Bench)
     assert added == {(P, 3), (D, 2)}
 
 
-async def test_prompts_that_find_no_room_bring_a_prefill_worker(bench: Bench):
-    await bench.worker(D)
-    async with bench.planner() as running:
-
-        async def more() -> bool:
-            bench.overflow(500)
-            await asyncio.sleep(TICK_S / 2)
-            return bench.supervisor.ready[P] > 1
-
-        await eventually(more, 30)
-        assert bench.supervisor.ready == {P: 2, D: 1}
-        roles = {role["component"]: role for role in running.facts["roles"]}
-        assert "no rate is measured yet" in roles[P]["reason"] or roles[P]["state"] == "settling"
-
-
-async def test_an_idle_worker_leaves_after_the_window(bench: Bench):
-    bench.supervisor.ready[D] = 2
-    leases = [await bench.worker(D), await bench.worker(D)]
-    async with bench.planner(down_window_s=1.0, cooldown_s=0.1, start_s=0.1):
-        await eventually(lambda: bench.supervisor.taken("remove"), 20)
-        assert bench.supervisor.taken("remove")[0].lease_id in leases
-        await bench.until_settled(VllmWorker=1)
-    assert len(bench.supervisor.orders) == 1
-
-
 async def test_two_planners_one_acts_and_the_other_takes_over(bench: Bench):
     async with bench.planner(1) as second:
         async with bench.planner(0) as first:
@@ -185,16 +160,6 @@ async def test_a_start_that_is_refused_or_ends_without_a_worker_has_failed(
         await eventually(lambda: "a start is under way" in _reason(running, D), 20)
         bench.supervisor.starting[D] = 0
         await eventually(lambda: "1 starts have failed" in _reason(running, D), 20)
-
-
-async def test_one_that_stays_pending_is_withdrawn(bench: Bench):
-    bench.supervisor.starting[D] = 1
-    async with bench.planner(start_timeout_s=0.5):
-        await bench.want(VllmWorker=1)
-        await eventually(lambda: bench.supervisor.taken("remove"), 20)
-        assert bench.supervisor.starting[D] == 0
-        await bench.until_settled()
-    assert bench.supervisor.ready[D] == 1
 
 
 async def test_while_paused_only_an_operator_s_number_counts(bench: Bench):

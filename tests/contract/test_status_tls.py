@@ -11,11 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.runtime.overview.fetch import fetch, fetch_health
 from dynamo_lite.runtime.process.status import StatusServer
-from tests.certificate_folders import graph_folder, of, renew
+from tests.certificate_folders import graph_folder, of
 
 FACTS = {"ok": True, "n": 1}
-#: The version of a certificate in DER.
-V3 = b"\xa0\3\2\1\2"
 
 
 @pytest.fixture
@@ -90,19 +88,3 @@ async def test_who_asks_believes_only_a_component_of_its_graph(
     assert await fetch_health(url.replace("https", "http"), of(folder, "Operator")) == {}
     other = of(graph_folder(tmp_path / "other", "n2"), "Operator", "n2")
     assert await fetch_health(url, other) == {}
-
-
-async def test_a_new_certificate_is_used_without_a_restart(folder: Path, url: str):
-    own = of(folder, "Operator")
-    assert await fetch_health(url, own) == FACTS
-    damaged = folder / "VllmWorker.pem"
-    # Of a version that there is not: cryptography's error for it is no ValueError.
-    der = ssl.PEM_cert_to_DER_cert(damaged.read_text()).replace(V3, V3[:-1] + b"\7", 1)
-    damaged.write_text(ssl.DER_cert_to_PEM_cert(der))
-    for _ in range(2):
-        assert await fetch_health(url, own) == FACTS
-    for path in folder.glob("*.pem"):
-        path.unlink()
-    graph_folder(folder)
-    renew(folder, "VllmWorker")
-    assert await fetch_health(url, own) == FACTS

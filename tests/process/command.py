@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from dynamo_lite.cli import cli
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 #: For what imports vLLM.
 VLLM_PATIENCE_S = 200.0
+
+T = TypeVar("T")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and what these tests start would inherit it:
@@ -76,14 +78,14 @@ def invoke(
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Asks until `condition` is true and returns what it gave."""
+def eventually(condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
+    """Asks until `condition` is true and returns what it gave. Fails with its last answer."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} ({value!r})"
         time.sleep(0.02)
 
 
@@ -103,10 +105,13 @@ def children_of(parent: int) -> list[int]:
     return [pid for pid, (_, its, *_) in _stats() if int(its) == parent]
 
 
-def descendants(pid: int) -> list[int]:
-    """Every process below `pid`."""
-    found = children_of(pid)
-    return [*found, *(below for child in found for below in descendants(child))]
+def descendants_of(pid: int) -> list[int]:
+    """Every process below `pid`, zombies apart."""
+    parents = {child: int(its) for child, (state, its, *_) in _stats() if state != "Z"}
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]
 
 
 class Serving:

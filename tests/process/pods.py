@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.process.command import VLLM_PATIENCE_S, Serving, descendants, serving
+from tests.process.command import VLLM_PATIENCE_S, Serving, descendants_of, serving
 from tests.process.null_graph import answer
 
 TOKENS = 60
@@ -32,7 +32,7 @@ class Pod:
 
     def sigkill(self) -> None:
         """To all processes of the container at once."""
-        for pid in (self.command.process.pid, *descendants(self.command.process.pid)):
+        for pid in (self.command.process.pid, *descendants_of(self.command.process.pid)):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -116,20 +116,13 @@ class Cluster:
             self.answers += 1
 
     async def moved(self, session: aiohttp.ClientSession) -> float:
-        """How many requests the Frontends have moved to another worker."""
-        return await self.count(session, "dynamo_lite_requests_moved_total{")
-
-    async def count(
-        self, session: aiohttp.ClientSession, start: str, service: str = "Frontend"
-    ) -> float:
-        """The sum of the metrics with lines that begin like this, over all pods of a service, all
-        of which run."""
+        """How many requests the Frontends, all of which run, have moved to another worker."""
         total = 0.0
-        for run in self.state_dir.glob(f"lone/{service}-*/run.json"):
+        for run in self.state_dir.glob("lone/Frontend-*/run.json"):
             [process] = json.loads(run.read_text())["processes"]
             async with session.get(f"{process['status_url']}/metrics") as reply:
                 for line in (await reply.text()).splitlines():
-                    if line.startswith(start):
+                    if line.startswith("dynamo_lite_requests_moved_total{"):
                         total += float(line.rpartition(" ")[2])
         return total
 

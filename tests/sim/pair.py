@@ -94,14 +94,10 @@ class Pair:
         self.fabric = Fabric(random.Random(1), wire)
         self.config = SimModelConfig(**config)
         self.engines: dict[str, SimEngineProcess] = {}
-        self.processes: dict[str, Task] = {}
         self.counts: dict[str, Any] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.drops: Counter[str] = Counter()
-        #: Decode engines with which a transfer has failed, and why.
-        self.broken: list[tuple[str, str]] = []
-        self.claims_hold = True
         # One more, for a job that a test runs itself.
         self.cells = ClaimCells(self.runners + 1)
 
@@ -109,8 +105,7 @@ class Pair:
         self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
     ) -> Task:
         self.engines[engine.setup.address] = engine
-        self.processes[engine.setup.address] = process = Task(main, on_end)
-        return process
+        return Task(main, on_end)
 
     def _count(self, counts: dict[str, Any]) -> None:
         for name, value in counts.items():
@@ -131,7 +126,7 @@ class Pair:
             address=name,
             clock=self.clock,
             rng=random.Random(name),
-            until=lambda cell: self.cells.read(cell) if self.claims_hold else 0.0,
+            until=self.cells.read,
         )
         return await self.stack.enter_async_context(
             SimEngine(
@@ -179,14 +174,11 @@ class Pair:
             verdict=lambda: (True, ""),
         )
         jobs = [self.jobs.run() for _ in range(self.runners)]
-        works = (self._read(), self.prefill.run_prefills(self._on_broken_link), *jobs, beat)
+        works = (self._read(), self.prefill.run_prefills(lambda *_: None), *jobs, beat)
         self.driving = [asyncio.create_task(work) for work in works]
         for task in self.driving:
             self.stack.push_async_callback(_end, task)
         await asyncio.sleep(1.0)
-
-    def _on_broken_link(self, engine_id: str, why: str) -> None:
-        self.broken.append((engine_id, why))
 
     def _drop(self, where: str) -> None:
         self.drops[where] += 1
@@ -228,15 +220,10 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def play(
-    script: Callable[[Pair], Coroutine[Any, Any, None]],
-    *,
-    wire: Wire | None = None,
-    **config: Any,
-) -> None:
+def play(script: Callable[[Pair], Coroutine[Any, Any, None]], wire: Wire, **config: Any) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            pair = Pair(stack, wire or Wire(), **config)
+            pair = Pair(stack, wire, **config)
             await pair.start()
             await script(pair)
 

@@ -4,15 +4,12 @@ Of ones that die or stop: the conformance suites, which run on these servers, to
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.protocol.errors import (
-    PushAmbiguous,
-)
+from dynamo_lite.protocol.errors import PushAmbiguous
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
@@ -29,11 +26,6 @@ class Cluster:
         self.nats, self.etcd = SimNats(self.network), SimEtcd(self.network)
 
 
-def etcd_store(network: Network, **options: Any) -> EtcdStore:
-    """Of the process whose code calls this."""
-    return EtcdStore(ETCD_URL, backend=etcd_backend(network), **options)
-
-
 @pytest.fixture
 async def cluster(loop: VirtualLoop) -> Cluster:
     return Cluster(loop)
@@ -41,7 +33,7 @@ async def cluster(loop: VirtualLoop) -> Cluster:
 
 @pytest.fixture
 async def store(cluster: Cluster) -> AsyncIterator[EtcdStore]:
-    async with etcd_store(cluster.network) as store:
+    async with EtcdStore(ETCD_URL, backend=etcd_backend(cluster.network)) as store:
         yield store
 
 
@@ -77,48 +69,6 @@ async def test_a_push_without_an_answer_is_ambiguous(
 
 
 # The store
-
-
-async def test_the_owner_is_never_the_last_to_know(cluster: Cluster, loop: VirtualLoop):
-    """While its keys are there its own clock may say lost, but never the other way round."""
-
-    async def hold() -> None:
-        async with etcd_store(cluster.network) as own, own.lease(10) as lease:
-            leases.append(lease)
-            await own.put("k", b"1", lease=lease)
-            await lease.lost()
-
-    leases: list[Any] = []
-    worker = loop.add_process("worker")
-    worker.spawn(hold())
-    await asyncio.sleep(3)
-    cluster.network.isolate("worker")
-    began = loop.time()
-    while b"k" in cluster.etcd.data.keys:
-        await asyncio.sleep(0.01)
-    assert leases[0].loss is LeaseLoss.EXPIRED
-    assert 9 < loop.time() - began < 11
-    assert cluster.etcd.data.leases == {}
-
-
-async def test_a_paused_owner_finds_its_lease_lost_when_it_wakes(
-    cluster: Cluster, loop: VirtualLoop
-):
-    seen: list[LeaseLoss] = []
-
-    async def hold() -> None:
-        async with etcd_store(cluster.network) as own, own.lease(10) as lease:
-            seen.append(await lease.lost())
-
-    worker = loop.add_process("worker")
-    worker.spawn(hold())
-    await asyncio.sleep(3)
-    worker.pause()
-    await asyncio.sleep(60)
-    assert (seen, cluster.etcd.data.leases) == ([], {})
-    worker.resume()
-    await asyncio.sleep(0.001)
-    assert seen == [LeaseLoss.EXPIRED]
 
 
 async def test_a_lease_without_keys_is_not_taken_for_revoked_by_a_wiped_store_that_is_ahead(

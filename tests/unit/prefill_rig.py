@@ -249,9 +249,9 @@ async def working(
 class ScriptedLinks:
     """The link to the engine whose record is in the store. why_not: why it is not used."""
 
-    def __init__(self, why_not: str = "", *, reads: bool = True):
+    def __init__(self, why_not: str = ""):
         self.link = PeerLink(TARGET)
-        self.link.mark, self.link.reads, self.link.failures = why_not, reads, 1
+        self.link.mark, self.link.reads, self.link.failures = why_not, True, 1
         self.store = MemoryStore()
 
     async def of(self, engine_id: str) -> PeerLink | None:

@@ -6,18 +6,6 @@ from hypothesis import strategies as st
 from dynamo_lite.request_plane.admission import Admission, Limits
 
 
-def test_requests_in_flight_are_limited():
-    admission = Admission(Limits(in_flight=2))
-    for key in ("a", "b"):
-        assert admission.enter(key, 1) is None
-    refused = admission.enter("c", 1)
-    assert refused == "2 of at most 2 requests are in flight"
-    admission.answered("a")
-    assert admission.enter("c", 1) is not None
-    admission.leave("a")
-    assert admission.enter("c", 1) is None
-
-
 @given(
     st.lists(
         st.tuples(
@@ -51,15 +39,3 @@ def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int,
                 keys.discard(key)
                 waiting.pop(key, None)
         assert (admission.in_flight, admission.waiting_tokens) == (len(keys), sum(waiting.values()))
-
-
-def test_new_limits_hold_from_then_on():
-    admission = Admission(Limits(in_flight=3, prompt_tokens=10))
-    for key in ("a", "b"):
-        assert admission.enter(key, 4) is None
-    admission.limit(Limits(in_flight=1))
-    assert admission.in_flight == 2
-    admission.leave("a")
-    assert admission.enter("c", 4) is not None
-    admission.limit(Limits(in_flight=2))
-    assert admission.enter("c", 100) is None

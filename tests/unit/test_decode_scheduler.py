@@ -273,24 +273,6 @@ async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble
 # Writers and this engine come and go
 
 
-async def change(decode: Decode, *, joined: int | None = None, left: int | None = None) -> None:
-    here = frozenset() if joined is None else frozenset({joined})
-    gone = frozenset() if left is None else frozenset({left})
-    decode.net._on_members(here, gone)
-    await decode.network()
-
-
-async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
-    attempt = await decode.ask("r1")
-    await change(decode, left=0xB)
-    assert decode.half.build_step().give_up == []
-    decode.writers.members = ()
-    await change(decode, left=WRITER)
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted("remote/no_writer") == 1
-    assert (await decode.queue.depth()).jobs == 0
-
-
 async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(decode: Decode):
     decode.writers.members = (WRITER, 0xB)
     attempt = await decode.ask("r1")

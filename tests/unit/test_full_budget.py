@@ -4,8 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.planner import Proposal
@@ -153,17 +151,3 @@ def test_a_start_that_hangs_is_withdrawn_and_the_device_is_free():
     w.prefill, w.decode = prefill_load(0), decode_load(2.4)
     w.run(200)
     assert w.numbers_of == (1, 3)
-
-
-LOADS = st.lists(st.tuples(st.sampled_from([P, D]), st.integers(1, 30)), min_size=5, max_size=40)
-
-
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(LOADS)
-def test_alternating_loads_move_devices_within_the_budget(loads: list[tuple[Role, int]]):
-    limits = replace(FULL, cooldown_s=10.0, down_window_s=600.0, budget_devices=6)
-    w = FullWorld(3, 3, limits)
-    for role, ticks in loads:
-        w.prefill = prefill_load(3500 if role is P else 10)
-        w.decode = decode_load(0.3 if role is P else 4.0)
-        w.run(4 * ticks * limits.tick_s)

@@ -34,15 +34,6 @@ def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]
             assert passed[lane] <= PATIENCE + 1
 
 
-def test_earlier_lanes_go_first_and_others_now_and_then():
-    turns, taken = LaneTurns(), []
-    for _ in range(2 * (PATIENCE + 1)):
-        order = turns.order((Lane.SHORT, Lane.LONG))
-        taken.append(order[0])
-        turns.took(order[0], order)
-    assert taken == 2 * ([Lane.SHORT] * PATIENCE + [Lane.LONG])
-
-
 def test_what_clients_are_granted():
     asked = (-(2**63), -1, 0, 7)
     assert [granted_priority(p, "ignore") for p in asked] == [0, 0, 0, 0]

@@ -1,12 +1,10 @@
-"""The planner's rules one by one, and its invariants under random loads, faults and people."""
+"""The planner's rules one by one. `tests/simulation/planner_invariants.py` has its invariants."""
 
 import itertools
 import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.policy.inputs import (
@@ -15,7 +13,7 @@ from dynamo_lite.planner.policy.inputs import (
     RoleSeen,
     Seen,
 )
-from dynamo_lite.planner.policy.limits import bounds, contradictions, refusals
+from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
 from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
@@ -388,147 +386,3 @@ def test_a_line_needs_different_loads_and_must_rise():
         flat, falling = flat.add(50.0, 0.02), falling.add(x, 1.0 - x * 0.01)
     assert flat.fit() is None
     assert falling.fit() is None
-
-
-# Invariants
-
-EVENTS = st.sampled_from(
-    ["none"] * 12 + ["burst", "calm", "unknown", "kill", "foreign", "stuck", "hold", "away", "late"]
-)
-TICKS = st.lists(
-    st.tuples(EVENTS, st.sampled_from([P, D]), st.floats(0, 4)), min_size=20, max_size=120
-)
-OPTIONS = st.builds(
-    PlannerOptions,
-    budget_devices=st.integers(2, 30),
-    prefill_min=st.integers(1, 3),
-    prefill_max=st.integers(1, 25),
-    decode_min=st.integers(1, 3),
-    decode_max=st.integers(1, 25),
-    down_window_s=st.sampled_from([10.0, 30.0, 100.0]),
-    cooldown_s=st.sampled_from([5.0, 30.0, 60.0]),
-)
-POOLS = st.builds(
-    Pool,
-    ready=st.integers(1, 24),
-    start_s=st.sampled_from([1.0, 20.0, 90.0]),
-    drain_s=st.sampled_from([1.0, 40.0]),
-    devices_each=st.integers(0, 4),
-)
-
-
-class Checked(World):
-    """Checks each proposal against what it saw."""
-
-    def __init__(self, limits, prefill, decode):
-        super().__init__(limits, prefill, decode)
-        self.last: dict = {}
-        self.known_since = {P: None, D: None}
-        self.retry_at = {P: 0.0, D: 0.0}
-
-    def check(self, seen, proposal):
-        if not seen.roles:
-            assert proposal.actions == ()
-        if self.hold or not seen.roles:
-            return
-        devices = sum(role.devices for role in seen.roles.values())
-        adding = [a for a in proposal.actions if a.kind == "add"]
-        added = sum(a.by * seen.roles[a.role].devices_each for a in adding)
-        assert not adding or devices + added <= self.limits.budget_devices
-        for role in seen.roles:
-            self.check_role(role, seen, [a for a in proposal.actions if a.role is role])
-
-    def check_role(self, role, seen, actions):
-        one = seen.roles[role]
-        least, most = bounds(self.limits, role)
-        assert len(actions) <= 1
-        for action in actions:
-            up = action.kind == "add"
-            if action.kind == "withdraw":
-                assert action.by == -one.counts.starting < 0
-                continue
-            if up:
-                assert not one.under_way
-                assert 1 <= action.by <= max(4, math.ceil(one.count / 2), least - one.count)
-                assert one.count + action.by <= most
-                assert self.now >= self.retry_at[role]
-            else:
-                present = one.count + one.counts.draining
-                cap = present // 20 if present > 20 else 1
-                assert not one.counts.starting
-                assert one.counts.draining < cap
-                assert one.count - 1 >= least
-                assert one.serving >= 2
-                if one.count <= most:
-                    assert self.known_since[role] is not None
-                    gives = "makes room" in action.reason
-                    asked = self.limits.cooldown_s if gives else self.limits.down_window_s
-                    assert self.now - self.known_since[role] >= asked
-            before = self.last.get(role)
-            repair = one.count < least if up else one.count > most
-            if before is not None and before[0] is not up and not repair:
-                assert self.now - before[1] >= max(self.limits.cooldown_s, self.limits.start_s)
-            self.last[role] = (up, self.now)
-
-    def tick(self):
-        self.now += self.limits.tick_s
-        for pool in self.pools.values():
-            self._pass_time(pool)
-        seen = self.seen()
-        known = {
-            P: None not in (self.prefill.asked_per_s, self.prefill.refused_per_s)
-            and self.prefill.backlog is not None,
-            D: self.decode.kv_used is not None,
-        }
-        for role in (P, D):
-            if not known[role] or not seen.roles:
-                self.known_since[role] = None
-            elif self.known_since[role] is None:
-                self.known_since[role] = self.now
-        before = repr(self.memory)
-        memory, proposal = plan(self.memory, seen, self.limits, self.now)
-        assert repr(self.memory) == before
-        assert plan(self.memory, seen, self.limits, self.now) == (memory, proposal)
-        self.check(seen, proposal)
-        self.memory = memory
-        for action in () if self.hold else proposal.actions:
-            self._do(action)
-            if action.kind == "withdraw":
-                # The next tick sees it.
-                self.retry_at[action.role] = self.now + self.limits.tick_s + 29.9
-        return proposal
-
-    def event(self, kind, role, size):
-        pool = self.pools[role]
-        self.hold, self.reachable = "", True
-        match kind:
-            case "burst":
-                self.prefill = prefill_load(5000 * size, backlog=3000 * size, refused=100 * size)
-                self.decode = decode_load(5 * size, 400 * size)
-            case "calm":
-                self.prefill = prefill_load(10 * size)
-                self.decode = decode_load(0.1 * size)
-            case "unknown":
-                self.prefill = replace(self.prefill, asked_per_s=None)
-                self.decode = replace(self.decode, kv_used=None)
-            case "kill" | "foreign":
-                pool.ready = max(pool.ready + (1 if kind == "foreign" else -1), 0)
-                self.known_since[role] = None
-            case "stuck":
-                pool.starting = [math.inf for _ in pool.starting]
-            case "hold":
-                self.hold = "paused"
-            case "away":
-                self.reachable = False
-            case "late":
-                self.now += 20.0 * size
-
-
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(OPTIONS, POOLS, POOLS, TICKS)
-def test_whatever_happens_every_invariant_holds(limits, prefill, decode, ticks):
-    w = Checked(limits, prefill, decode)
-    w.prefill, w.decode = QUIET
-    for kind, role, size in ticks:
-        w.event(kind, role, size)
-        w.tick()

@@ -258,15 +258,6 @@ def test_a_cell_that_shuts_between_two_ranks_of_a_write_stops_the_second(looks):
     assert decode.settle() == [(set(), set())] * 2
 
 
-def test_an_engine_that_left_is_forgotten_with_all_its_ranks():
-    prefill, decode = pair(Shape(), Shape(tensor=2, pipeline=2))
-    prefill.write(decode.metadata())
-    assert prefill.movers[0].peers == {f"d/{rank}" for rank in range(4)}
-    prefill.ranks[0].step(PrefillStep(forget=["d"]), lambda: True)
-    prefill.ended()
-    assert prefill.movers[0].peers == set()
-
-
 def test_what_cannot_be_mapped_is_refused_before_any_write():
     fabric = MemoryFabric()
     prefill = Prefill(fabric, Shape(heads_first=False, opaque=True))

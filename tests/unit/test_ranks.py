@@ -521,15 +521,6 @@ def test_a_write_in_flight_beyond_that_is_not_moved_on_and_ends_the_engine(
     assert prefill.mover in fabric.agents.values(), "its agent stays until its process ends"
 
 
-def test_a_write_that_has_landed_in_time_ends_no_engine(prefill, decode):
-    opened = prefill.claim(for_s=3.0)
-    prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
-    assert decode.memory.written() == {1: 101}
-    prefill.now += 3.0 + MOVE_S
-    prefill.step(ended=[("p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {})
-
-
 def test_a_renewal_moves_the_end_of_what_is_in_flight(prefill, decode):
     prefill.mover.hold = True
     opened = prefill.claim(for_s=3.0)
@@ -622,16 +613,6 @@ def test_a_notice_may_come_before_the_rank_knows_of_the_attempt(decode):
     assert decode.settle() == (set(), set())
     assert decode.settle(expect={"a1": "r1", "a2": "r2"}) == ({"r1"}, set())
     assert decode.settle() == (set(), set())
-
-
-def test_a_given_up_attempt_fails_once_and_its_late_notice_is_counted(decode):
-    decode.settle(expect={"a1": "r1"})
-    assert decode.settle(give_up=[("a1", "r1")]) == (set(), {"r1"})
-    assert decode.settle(give_up=[("a1", "r1")]) == (set(), set())
-    decode.mover.inbox.append(notice("a1"))
-    assert decode.settle() == (set(), set())
-    taken = decode.rank.stats.take()
-    assert taken[LATE] == 1
 
 
 def test_an_idle_engine_is_not_polled(decode):

@@ -13,9 +13,8 @@ from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenD
 from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
-from tests.builders import CLAIM, ManualClock, eventually, prefill_job
+from tests.builders import CLAIM, ManualClock
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
-from tests.unit.prefill_rig import working
 from tests.unit.recorder import Recorder, Told
 from tests.unit.test_prefix_reads import Half as Reader
 from tests.unit.test_ranks import Decode as DecodeMemory
@@ -120,34 +119,6 @@ def test_each_chunk_and_each_write_of_a_job_is_reported_by_one_rank(rank: int):
     assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
 
 
-async def one_job(headers: Any, tracer: Recorder | None) -> Any:
-    """The job as the engine got it."""
-    given: list[Any] = []
-    async with working(tracer=tracer) as rig:
-        prefill = rig.engine.prefill
-
-        async def noting(job: Any, *others: Any) -> Any:
-            given.append(job)
-            return await prefill(job, *others)
-
-        rig.engine.prefill = noting  # type: ignore[method-assign]
-        await rig.push(prefill_job(trace_headers=headers))
-        await rig.acked()
-        await eventually(lambda: len(rig.done) == 1)
-        return given[0]
-
-
-async def test_a_traced_job_has_a_span_from_its_pull_on():
-    asked, recorder = new_trace(), Recorder()
-    given = await one_job(asked.headers(), recorder)
-    whole, claim = recorder.named("prefill job"), recorder.named("claim")
-    assert (whole.parent, whole.kind, whole.error) == (asked.span_id, "consumer", "")
-    assert whole.attributes["dynamo_lite.outcome"] == "written"
-    assert claim.parent == whole.context.span_id
-    assert whole.start == claim.start <= claim.end <= whole.end
-    assert traced(given.trace_headers) == whole.context
-
-
 class Engine:
     def __init__(self) -> None:
         self.taken: list[GenerateRequest] = []
@@ -175,25 +146,6 @@ def generation(headers: Any) -> GenerateRequest:
 
 
 FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
-
-
-async def test_a_generation_has_a_span_from_its_arrival_to_its_end():
-    engine, recorder, above = Engine(), Recorder(), new_trace()
-    handler = TracedGeneration(engine, recorder)
-    await handler.submit(generation(above.headers()))
-    handler.delivered([TokenDelta("r1", [7], prefill=FIRST), TokenDelta("other", [1])])
-    assert [span.name for span in recorder.spans] == ["first token"]
-    handler.delivered([TokenDelta("r1", [8, 9], finish_reason="stop")])
-    handler.delivered([TokenDelta("r1", [8, 9], finish_reason="stop")])
-    await handler.abort(["r1"])
-    whole, first = recorder.named("decode worker"), recorder.named("first token")
-    assert whole.parent == above.span_id and whole.kind == "server"
-    assert traced(engine.taken[0].trace_headers) == whole.context
-    assert first.parent == whole.context.span_id
-    assert whole.start <= first.start <= first.end <= whole.end
-    assert whole.attributes["gen_ai.usage.completion_tokens"] == 3
-    assert whole.attributes["dynamo_lite.finish_reason"] == "stop"
-    assert engine.aborted == ["r1"]
 
 
 async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():

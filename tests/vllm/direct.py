@@ -27,8 +27,7 @@ _ANSWER_S = 60.0
 class Direct:
     """Async context manager; asks one decode worker.
 
-    lease: its lease, in hexadecimal; "" where it is the only one of its namespace. ended: the
-    request ids, in the order in which they ended.
+    lease: its lease, in hexadecimal; "" where it is the only one of its namespace.
     """
 
     def __init__(self, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = ""):
@@ -37,7 +36,6 @@ class Direct:
         self._numbers = itertools.count()
         self._tokens: dict[str, list[int]] = {}
         self._ends: dict[str, asyncio.Future[None]] = {}
-        self.ended: list[str] = []
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -53,17 +51,11 @@ class Direct:
         await self._stack.aclose()
 
     async def tokens(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int = 8,
-        priority: int = 0,
-        local: bool = False,
-        name: str = "",
+        self, prompt: list[int], *, max_tokens: int = 8, local: bool = False
     ) -> list[int]:
         """The greedy tokens. local: the worker computes the whole prompt itself, and shares no
-        prefix with what is not. name: the request's id."""
-        request_id = name or f"direct-{next(self._numbers)}"
+        prefix with what is not."""
+        request_id = f"direct-{next(self._numbers)}"
         sampling: dict[str, Any] = {
             "temperature": 0,
             "max_tokens": max_tokens,
@@ -78,7 +70,6 @@ class Direct:
             prompt_token_ids=prompt,
             sampling=sampling_to_bytes(SamplingParams(**sampling)),
             arrival_time=time.time(),
-            priority=priority,
             cache_salt="local" if local else None,
         )
         self._tokens[request_id] = []
@@ -93,7 +84,6 @@ class Direct:
             self._tokens[delta.request_id] += delta.token_ids
             if delta.finish_reason is None:
                 continue
-            self.ended.append(delta.request_id)
             end = self._ends[delta.request_id]
             if end.done():
                 continue

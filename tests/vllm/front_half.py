@@ -234,7 +234,6 @@ async def open_front(
     limits: Limits | None = None,
     client_priority: ClientPriority = "lower-only",
     max_body_bytes: int | None = None,
-    move_wait_s: float = 0.5,
     **times: float,
 ) -> AsyncIterator[Front]:
     """times: `default_timeout_s` and `max_timeout_s` of the app."""
@@ -250,7 +249,7 @@ async def open_front(
                     picker=RoundRobin(),
                     on_deltas=on_deltas,
                     on_ended=on_ended,
-                    move_wait_s=move_wait_s,
+                    move_wait_s=0.5,
                 )
             )
             intake = Intake(

@@ -1,7 +1,6 @@
 """Running graphs and the plain vLLM server that they are measured against.
 
-Both are subprocesses in directories of their own, on free ports, and die with
-the test run. `eventually` is how tests wait: for a condition, with a deadline.
+Both are subprocesses in directories of their own, on free ports, and die with the test run.
 """
 
 import asyncio
@@ -34,6 +33,7 @@ from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 from dynamo_lite.vllm.args import engine_flags
 from tests.ports import reserved_port
+from tests.process.command import descendants_of, eventually
 
 MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
@@ -60,17 +60,6 @@ _STOP_S = 90.0
 _POLL_S = 0.05
 
 _T = TypeVar("_T")
-
-
-def eventually(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
-    """Asks until the answer is true, and returns it. Fails with the last answer."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        answer = ask()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} ({answer!r})"
-        time.sleep(_POLL_S)
 
 
 async def reached(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
@@ -426,29 +415,6 @@ def sample_sum(status_url: str, name: str, **labels: str) -> float:
         for found, has, value in samples(status_url)
         if found == name and labels.items() <= has.items()
     )
-
-
-def process_tree() -> dict[int, int]:
-    """pid -> parent's pid of everything that runs here."""
-    tree: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            tree[int(entry.name)] = int(fields[1])
-    return tree
-
-
-def descendants_of(pid: int) -> list[int]:
-    tree = process_tree()
-    found = [pid]
-    for parent in found:
-        found += [child for child, of in tree.items() if of == parent]
-    return found[1:]
 
 
 def command_line(pid: int) -> str:

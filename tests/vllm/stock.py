@@ -2,11 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tests.ports import reserved_port
@@ -27,17 +26,9 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 class StockEngine(PlainServer):
     """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that no
-    decode engine reads. flags: more of vLLM's."""
+    decode engine reads."""
 
-    def __init__(
-        self,
-        directory: Path,
-        role: Role,
-        connector: str,
-        *,
-        lease_s: float = 30.0,
-        flags: Mapping[str, Any] = MappingProxyType({}),
-    ):
+    def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float = 30.0):
         config: dict[str, Any] = {
             "kv_connector": connector,
             "kv_role": _KV_ROLES[role],
@@ -45,7 +36,7 @@ class StockEngine(PlainServer):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
-        super().__init__(directory, flags={"kv-transfer-config": config, **flags})
+        super().__init__(directory, flags={"kv-transfer-config": config})
         self.role: Role = role
         self._ready_s = _READY_S
         self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserved_port())
@@ -83,13 +74,12 @@ def forwarding(
     decode: list[StockEngine],
     *,
     protocol: Protocol = "nixl",
-    options: Sequence[str] = (),
 ) -> Iterator[Forwarded]:
     """A Forwarder in front of engines that the caller has started."""
     every = [*prefill, *decode]
     listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
     engines = (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}")
-    with Graph(directory, FORWARD, (*engines, *options), http="Forwarder") as graph:
+    with Graph(directory, FORWARD, engines, http="Forwarder") as graph:
         yield Forwarded(graph, prefill, decode)
 
 
@@ -101,11 +91,8 @@ def forwarded(
     prefill: int = 1,
     decode: int = 1,
     lease_s: float = 30.0,
-    options: Sequence[str] = (),
-    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Forwarded]:
-    """Engines that are started one beside the other, and then a Forwarder. flags: of the
-    engines."""
+    """Engines that are started one beside the other, and then a Forwarder."""
     with ExitStack() as stack:
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
         counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
@@ -116,13 +103,10 @@ def forwarded(
                     role,
                     CONNECTORS[protocol],
                     lease_s=lease_s,
-                    flags=flags,
                 )
                 engines[role].append(stack.enter_context(engine))
         yield stack.enter_context(
-            forwarding(
-                directory / "forwarder", *engines.values(), protocol=protocol, options=options
-            )
+            forwarding(directory / "forwarder", *engines.values(), protocol=protocol)
         )
 
 

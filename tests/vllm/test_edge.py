@@ -97,31 +97,6 @@ async def test_a_client_that_leaves_mid_stream_frees_the_engine(disagg: Graph):
     assert after.free_blocks == before.free_blocks
 
 
-async def test_cancelled_remote_prefills_give_their_blocks_back(
-    disagg: Graph, reference: PlainServer
-):
-    """Cancelled anywhere: before the decision, on the queue, claimed, written, decoding."""
-    rng = random.Random(5)
-    (before,) = await disagg.pools()
-    async with httpx.AsyncClient(base_url=disagg.url, timeout=60) as http:
-
-        async def leave(number: int) -> bool:
-            # Long enough that no answer is complete when its client leaves.
-            answer = {"max_tokens": 1000, "ignore_eos": True}
-            body = TEXT | answer | {"prompt": prompt_ids(3000 + number, seed=320)}
-            asking = asyncio.create_task(http.post("/v1/completions", json=body))
-            done, _ = await asyncio.wait({asking}, timeout=rng.uniform(0.0, 2.0))
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            return not done
-
-        left = await asyncio.gather(*(leave(number) for number in range(20)))
-    assert all(left)
-    await disagg.settled(before.free_blocks)
-    request = {"prompt": prompt_ids(3000, seed=320), "max_tokens": 16, "temperature": 0}
-    assert_same(ask(disagg.url, "completions", request), ask(reference.url, "completions", request))
-
-
 async def test_what_is_no_message_changes_no_request(disagg: Graph, reference: PlainServer):
     """On the subjects of a remote prefill, and on the queue."""
     dropped = "dynamo_lite_dropped_messages_total"

@@ -160,27 +160,6 @@ def test_a_killed_rust_frontend_is_started_again(rust: Graph):
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
 
 
-def test_a_stopped_rust_frontend_is_unhealthy_until_it_goes_on(rust: Graph):
-    before = rust.process("Frontend")
-    stopped = rust_pid(before.pid)
-    os.kill(stopped, signal.SIGSTOP)
-    ready = f"{before.status_url}/ready"
-    eventually(
-        lambda: not httpx.get(ready, timeout=10).json()["checks"]["edge"]["ok"],
-        timeout_s=20,
-        what="the Frontend is not ready",
-    )
-    assert "has not answered" in httpx.get(ready, timeout=10).json()["checks"]["edge"]["detail"]
-    assert not rust.health("Frontend")["ok"]
-    os.kill(stopped, signal.SIGCONT)
-    eventually(
-        lambda: httpx.get(ready, timeout=10).status_code == 200,
-        timeout_s=20,
-        what="the Frontend is ready again",
-    )
-    assert rust.process("Frontend").pid == before.pid
-
-
 def test_it_is_asked_which_parsers_it_has():
     assert BINARY is not None
     known = {"tool-call-parser": "hermes", "reasoning-parser": "qwen3"}

@@ -11,8 +11,6 @@ import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, reached
-from tests.vllm.slow import longs
-from tests.vllm.test_decisions import REMOTE, counting
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -137,49 +135,3 @@ async def test_a_worker_that_stands_still_for_long_loses_its_requests(
         lambda: in_flight(graph, 0) == 0, timeout_s=10, what="it has forgotten what has moved"
     )
     await graph.settled()
-
-
-async def test_no_request_waits_for_a_prefill_worker_that_stands_still(
-    graph: Graph, reference: PlainServer
-):
-    """Claimed prompts, queued prompts and later prompts are all local within seconds."""
-    requests, later, again = longs(6, seed=820), longs(2, seed=821), longs(2, seed=822)
-    expected = await tokens_of(reference.url, [*requests, *later, *again])
-    await graph.settled()
-    free = sum(pool.free_blocks for pool in await graph.pools())
-    lost, late = (
-        graph.count("VllmWorker", REMOTE, outcome=how) for how in ("writer_lost", "deadline")
-    )
-    worker = graph.process("PrefillWorker")
-    # Without an engine nothing that it claims is over before it is looked at.
-    async with stopped(graph.engine_pid("PrefillWorker")):
-        asking = asyncio.create_task(tokens_of(graph.url, requests))
-        await reached(
-            lambda: graph.health("PrefillWorker")["jobs"],
-            timeout_s=10,
-            what="it has claimed something",
-        )
-        async with stopped(worker.pid, group=True):
-            began = time.monotonic()
-            assert await asking == expected[:6]
-            assert time.monotonic() - began < 12, "the deadline is 30 s, the lease lives for 60"
-            assert graph.count("VllmWorker", REMOTE, outcome="deadline") == late
-            # Its claims have run out before its heartbeats are missed.
-            await reached(
-                lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 2,
-                timeout_s=10,
-                what="both decode workers show that it does not respond",
-            )
-            since = counting(graph)
-            assert await tokens_of(graph.url, later) == expected[6:8]
-            assert since() == {"local/no_prefill_worker": 2}
-            assert graph.count("VllmWorker", REMOTE, outcome="writer_lost") > lost
-    await graph.settled(free)
-    await reached(
-        lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 0,
-        timeout_s=10,
-        what="both decode engines trust it again",
-    )
-    since = counting(graph)
-    assert await tokens_of(graph.url, again, 1) == expected[8:]
-    assert since() == {"remote/long": 2}

@@ -92,13 +92,6 @@ class SimCore:
         self._posted = asyncio.Event()
         self._stopping = False
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether it has a request that was not aborted. An abort is carried out after the step
-        that is being computed."""
-        requests = {*self.scheduler.requests, *(added.request_id for added in self._added)}
-        return not requests.issubset(self._aborted)
-
     # Commands of the component
 
     def add(self, request: SimRequest) -> None:

@@ -131,10 +131,6 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
         entry = self.scheduler._ledger._attempts.get(attempt)
         return entry is not None and bool(entry.claim) and not entry.done
 
-    def writers(self) -> frozenset[int]:
-        """Leases of the workers that may write into its blocks."""
-        return self.scheduler._ledger.writers
-
     def unsettled(self) -> str | None:
         """What the halves still wait for, as text; None when nothing is left."""
         if held := self.scheduler.prefills.held():

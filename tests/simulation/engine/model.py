@@ -236,12 +236,6 @@ class BlockPool:
         """(block id, key) of what the prefix cache can find."""
         return [(block.block_id, key) for key, block in self._cached.items()]
 
-    def forget(self) -> None:
-        """Empties the prefix cache, as a restart would."""
-        for block in self._cached.values():
-            block.key = None
-        self._cached.clear()
-
     def find(self, keys: Iterable[int]) -> list[Block]:
         """The cached blocks of the longest known prefix."""
         found: list[Block] = []

@@ -71,14 +71,6 @@ class SimScheduler:
         end, which reports it."""
         return bool(self.requests) or self._unreported_end or self._connector.busy
 
-    def parked(self, request: SimRequest) -> bool:
-        """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
-        if self.requests.get(request.request_id) is not request:
-            return False
-        if request.status is SimRequestStatus.FINISHED:
-            return bool(request.blocks)
-        return self._waits_for_kv(request)
-
     def waiting_for_kv(self) -> list[SimRequest]:
         return [request for request in self._holding if self._waits_for_kv(request)]
 

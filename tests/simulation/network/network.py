@@ -37,11 +37,10 @@ class Weather:
 
 
 class Network:
-    """weather: may be replaced at any time; counts for what is sent from then on."""
-
-    def __init__(self, loop: VirtualLoop, weather: Weather | None = None):
+    def __init__(self, loop: VirtualLoop):
         self.loop = loop
-        self.weather = weather or Weather()
+        #: May be replaced at any time; counts for what is sent from then on.
+        self.weather = Weather()
         self.random = loop.stream("network").random
         self._cuts: set[tuple[str, str]] = set()
         self._isolated: set[str] = set()

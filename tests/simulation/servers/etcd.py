@@ -71,7 +71,6 @@ class EtcdServer:
         network: Network,
         process: SimProcess,
         data: EtcdData | None = None,
-        port: int = PORT,
         *,
         on_expiry: Callable[[int], None] = lambda _: None,
         slowest_answer_s: float = 0.0,
@@ -92,7 +91,7 @@ class EtcdServer:
             "/etcdserverpb.Lease/LeaseRevoke": self._revoke,
             "/etcdserverpb.Lease/LeaseKeepAlive": self._keep_alive,
         }
-        process.run(network.listen, process, self._accept, port)
+        process.run(network.listen, process, self._accept, PORT)
         for lease_id in self.data.leases:
             process.run(self._leases.live_on, lease_id)
 

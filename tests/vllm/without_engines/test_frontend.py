@@ -27,13 +27,6 @@ async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
 # What a client asks for
 
 
-async def test_streamed_chat(front: Front):
-    body = (await front.post("/v1/chat/completions", CHAT | {"stream": True})).text
-    chunks = events(body)
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert text == "abcde" and chunks[-1]["choices"][0]["finish_reason"] == "length"
-
-
 async def test_several_choices_are_separate_requests_to_workers(front: Front):
     answer = (
         await front.post("/v1/completions", TEXT | {"n": 3, "seed": 7, "temperature": 1})

@@ -27,7 +27,6 @@ from tests.null_engine import NullEngine
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.vllm.front_half import flags
 
-IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}
 TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
@@ -117,28 +116,6 @@ async def answered(
             if answer.status_code == status:
                 return answer
             await asyncio.sleep(0.01)
-
-
-async def test_from_http_through_a_worker_and_back(cluster: Cluster, model: Path, no_leaked_tasks):
-    async with (
-        cluster.frontend(model) as (component, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
-    ):
-        nobody = await http.post("/v1/completions", json=TEXT)
-        assert nobody.status_code == 503 and nobody.headers["retry-after"]
-        assert component.health().items() >= IDLE.items()
-        async with cluster.worker():
-            answer = (await answered(http, 200)).json()
-            assert answer["usage"]["completion_tokens"] == 4
-            assert component.health()["workers"] == 1
-            answers = await asyncio.gather(
-                *(http.post("/v1/completions", json=TEXT) for _ in range(20))
-            )
-            assert {a.json()["choices"][0]["text"] for a in answers} == {
-                answer["choices"][0]["text"]
-            }
-        await answered(http, 503)
-        assert component.health().items() >= IDLE.items()
 
 
 async def test_a_limit_that_is_set_while_it_runs(cluster: Cluster, model: Path):
