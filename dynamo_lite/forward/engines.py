@@ -1,5 +1,6 @@
 """What is known of one stock engine: its state, its load, and whether it may take a leg."""
 
+import asyncio
 import logging
 import math
 import ssl
@@ -58,6 +59,8 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
+    #: Set after its first check.
+    checked: asyncio.Event = field(default_factory=asyncio.Event)
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.

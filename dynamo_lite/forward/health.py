@@ -99,7 +99,10 @@ class KnownEngines:
             loaded = self._sent is not None and engine.healthy and self._rivals(engine)
             # Together: a slow page of metrics must not delay that silence is noticed.
             reads = [self._read_load(engine)] if loaded else []
-            await asyncio.gather(self.check(engine), *reads)
+            try:
+                await asyncio.gather(self.check(engine), *reads)
+            finally:
+                engine.checked.set()
             await asyncio.sleep(self._interval_s)
             if loop.time() > engine.named_until:
                 self.remove(engine)

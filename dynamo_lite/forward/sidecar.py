@@ -61,23 +61,22 @@ class NamedPrefillers:
     async def _engine(self, name: str) -> KnownEngine:
         engine = self._known.get(name)
         if engine is None or engine.left:
-            engine = await self._add(name)
-        if name in self._known:
-            self._known.move_to_end(name)
+            engine = self._add(name)
+        self._known.move_to_end(name)
         engine.named_until = asyncio.get_running_loop().time() + _NAMED_S
+        if self._parts.protocol.query_path:
+            await engine.checked.wait()
         return engine
 
-    async def _add(self, name: str) -> KnownEngine:
+    def _add(self, name: str) -> KnownEngine:
         """It counts as healthy until a leg or a check fails, unless its ids have to be known."""
-        parts = self._parts
-        engine = self._known[name] = parts.engines.add(self._config.prefiller(name))
+        engines = self._parts.engines
+        engine = self._known[name] = engines.add(self._config.prefiller(name))
         if len(self._known) > MAX_PREFILLERS:
-            parts.engines.remove(self._known.popitem(last=False)[1])
-        if parts.protocol.query_path:
-            await parts.engines.check(engine)
-        else:
+            engines.remove(self._known.popitem(last=False)[1])
+        if not self._parts.protocol.query_path:
             engine.passed()
-        parts.engines.follow(engine)
+        engines.follow(engine)
         return engine
 
 

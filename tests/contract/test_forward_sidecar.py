@@ -1,6 +1,7 @@
 """A sidecar in front of scripted engines: headers name the prefill engine."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
+from aiohttp import web
 
 from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import engines as known_engines
@@ -19,7 +21,7 @@ from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
 from tests.ports import reserved_port
-from tests.scripted import HANDOVERS, anything
+from tests.scripted import HANDOVERS, ScriptedEngine, anything
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -169,6 +171,30 @@ async def test_an_engine_that_is_not_there_costs_no_answer(name: str):
         async with asyncio.timeout(10):
             while not b.prefill[0].legs:  # it is used again, whatever happened before
                 assert await b.text(header) == TEXT
+
+
+async def test_all_requests_wait_for_the_ids_of_an_engine_whichever_client_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked, answers, handle = asyncio.Event(), asyncio.Event(), ScriptedEngine.handle
+
+    async def held(self: ScriptedEngine, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/query":
+            asked.set()
+            await answers.wait()
+        return await handle(self, request)
+
+    monkeypatch.setattr(ScriptedEngine, "handle", held)
+    async with beside("mooncake") as b:
+        leaves = asyncio.create_task(b.text(b.header()))
+        await asyncio.wait_for(asked.wait(), 30)
+        stay = [asyncio.create_task(b.text(b.header())) for _ in range(3)]
+        leaves.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaves
+        answers.set()
+        assert await asyncio.gather(*stay) == [TEXT] * 3
+        assert len(b.prefill[0].legs) == 3
 
 
 async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
