@@ -36,8 +36,6 @@ class BlockMap:
         dense = [row for row in joined if row[0][1] == row[1][1] == row[2]]
         sparse = [row for row in joined if row not in dense]
         self._dense, self._sparse = _columns(dense), _columns(sparse)
-        one = np.zeros(1, dtype=np.uint64)
-        self._first = self._rows(self._dense, one, one, one)
 
     def descriptors(
         self, local_ids: Sequence[int], remote_ids: Sequence[int]
@@ -50,8 +48,6 @@ class BlockMap:
         """
         if len(local_ids) != len(remote_ids):
             raise ValueError(f"{len(local_ids)} local blocks for {len(remote_ids)} remote ones")
-        if not len(self._sparse[0]) and _is_run(local_ids) and _is_run(remote_ids):
-            return self._one_run(local_ids[0], remote_ids[0], len(local_ids))
         here = np.array(local_ids, dtype=np.uint64)
         order = np.argsort(here)
         here, there = here[order], np.array(remote_ids, dtype=np.uint64)[order]
@@ -64,15 +60,6 @@ class BlockMap:
             return parts[0]
         local, remote = zip(*parts, strict=True)
         return np.concatenate(local), np.concatenate(remote)
-
-    def _one_run(self, here: int, there: int, count: int) -> tuple[Descriptors, Descriptors]:
-        """The usual case in fewer steps, from the descriptors of block 0."""
-        _, stride, _, _, size = (column[:, 0] for column in self._dense)
-        local, remote = self._first[0].copy(), self._first[1].copy()
-        local[:, 0] += stride * here
-        remote[:, 0] += stride * there
-        local[:, 1] = remote[:, 1] = size * count
-        return local, remote
 
     def _rows(
         self, columns: tuple[_Numbers, ...], here: _Numbers, there: _Numbers, counts: _Numbers
@@ -113,10 +100,6 @@ def _columns(rows: list[tuple[_Side, _Side, int]]) -> tuple[_Numbers, ...]:
     flat = [[*here, *there, size] for here, there, size in rows]
     table = np.array(flat, dtype=np.uint64).reshape(-1, 5)
     return tuple(table[:, i : i + 1] for i in range(5))
-
-
-def _is_run(ids: Sequence[int]) -> bool:
-    return bool(ids) and list(ids) == list(range(ids[0], ids[0] + len(ids)))
 
 
 def _runs(here: _Numbers, there: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:

@@ -35,8 +35,8 @@ class WriterLinks:
 
     def __init__(self, namespace: str, engine_id: str, on_drop: OnDrop = uncounted):
         self._namespace, self._engine_id, self._on_drop = namespace, engine_id, on_drop
-        #: Why a link failed, by the prefill worker's lease id.
-        self._failed: dict[int, str] = {}
+        #: Why a link failed, by its key in the store.
+        self._failed: dict[str, str] = {}
         self._warned = False
         self._limit = LogLimit(_LOG_EVERY_S)
 
@@ -45,7 +45,8 @@ class WriterLinks:
 
     def trouble(self, lease_id: int) -> str:
         """Why this prefill worker cannot write here; empty if its link has not failed."""
-        return self._failed.get(lease_id, "")
+        key = names.link_key(self._namespace, lease_id, self._engine_id)
+        return self._failed.get(key, "")
 
     def usable(self, members: Members) -> Members:
         """The members without a failed link."""
@@ -102,11 +103,10 @@ class WriterLinks:
             case Put(key, value):
                 self._apply_record(key, value)
             case Delete(key):
-                if (lease_id := self._writer(key)) is not None:
-                    self._failed.pop(lease_id, None)
+                self._failed.pop(key, None)
 
     def _apply_record(self, key: str, value: bytes) -> None:
-        if (lease_id := self._writer(key)) is None:
+        if not key.endswith(f":{self._engine_id}"):
             return
         try:
             record = decode_json(value, LinkRecord)
@@ -115,20 +115,9 @@ class WriterLinks:
         except ProtocolError as exc:
             logger.warning("ignored an invalid link record at %s: %s", key, exc)
             self._on_drop("record")
-            self._failed.pop(lease_id, None)
-            return
-        self._failed[lease_id] = record.detail
-
-    def _writer(self, key: str) -> int | None:
-        """The prefill worker's lease id; None for a link to another engine."""
-        link = key.removeprefix(names.links_prefix(self._namespace))
-        hex_lease, _, engine_id = link.partition(":")
-        if engine_id != self._engine_id:
-            return None
-        try:
-            return int(hex_lease, 16)
-        except ValueError:
-            return None
+            self._failed.pop(key, None)
+        else:
+            self._failed[key] = record.detail
 
 
 class PrefillWorkers:
