@@ -55,7 +55,7 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_961,
+    "dynamo_lite/protocol": 1_964,
     "dynamo_lite/runtime": 6_207,
     "dynamo_lite/routing": 1_062,
     "dynamo_lite/transfer": 1_253,
@@ -63,10 +63,10 @@ BUDGET = {
     "dynamo_lite/disagg": 6_638,
     "dynamo_lite/vllm": 6_233,
     "dynamo_lite/forward": 5_145,
-    "dynamo_lite/planner": 2_099,
+    "dynamo_lite/planner": 2_131,
     "dynamo_lite/serve": 5_722,
     "dynamo_lite/cli": 2_842,
-    "tests": 55_129,
+    "tests": 55_181,
     "tests/simulation": 8_533,
 }
 SLACK = 50

@@ -9,6 +9,7 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 #: Pods with a lower cost are ended first.
 _DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LOWEST_COST = "-2147483647"
+#: A pod that is still listed this long after its grace period is on a lost host.
+_LOST_AFTER = timedelta(minutes=1)
 _SUBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
@@ -44,7 +47,10 @@ class _Status(msgspec.Struct):
 
 
 class _PodMetadata(msgspec.Struct):
-    deletionTimestamp: str = ""
+    name: str
+    annotations: dict[str, str] = {}
+    #: When its grace period is over; None: it does not end.
+    deletionTimestamp: datetime | None = None
 
 
 class _Pod(msgspec.Struct):
@@ -78,6 +84,8 @@ class KubernetesConnector:
         self._workloads = {name: each for name, each in found.items() if each[0]}
         #: The resource version of each that `counts` saw last.
         self._versions: dict[str, str] = {}
+        #: The pods that were marked then, which are what an order that failed has left.
+        self._marked: dict[str, list[str]] = {}
 
     async def counts(self) -> Mapping[str, RoleCounts]:
         return {name: await self._counts(name) for name in self._workloads}
@@ -88,6 +96,9 @@ class KubernetesConnector:
         """Sets the replicas, if nothing has changed since the last `counts`."""
         if victim is not None:
             await self._prefer(victim.host)
+            for pod in self._marked[component]:
+                if pod != victim.host:
+                    await self._prefer(pod, None)
         change: Mapping[str, Any] = {
             "metadata": {"resourceVersion": self._versions[component]},
             "spec": {"replicas": count},
@@ -101,11 +112,11 @@ class KubernetesConnector:
         name = workload[0].removeprefix("deployments/")
         return worker.host.startswith(f"{name}-")
 
-    async def _prefer(self, host: str) -> None:
-        """Marks a pod as the one that Kubernetes ends first."""
+    async def _prefer(self, host: str, cost: str | None = _LOWEST_COST) -> None:
+        """Marks a pod as the one that Kubernetes ends first, or takes the mark away."""
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
-        change = {"metadata": {"annotations": {_DELETION_COST: _LOWEST_COST}}}
+        change = {"metadata": {"annotations": {_DELETION_COST: cost}}}
         await self._api.patch(f"{self._pods}/{host}", change)
 
     async def _counts(self, component: str) -> RoleCounts:
@@ -117,11 +128,20 @@ class KubernetesConnector:
         pods = await self._read(f"{self._pods}?labelSelector={quote(labels)}", _Pods)
         ready = min(found.status.readyReplicas, found.spec.replicas)
         # A Deployment does not count its pods that end; they have their devices until then.
-        ending = sum(bool(pod.metadata.deletionTimestamp) for pod in pods.items)
+        ends = [pod.metadata.deletionTimestamp for pod in pods.items]
+        ending = [at for at in ends if at is not None]
+        lost = sum(at < datetime.now(UTC) - _LOST_AFTER for at in ending)
+        self._marked[component] = [
+            pod.metadata.name
+            for pod in pods.items
+            if pod.metadata.deletionTimestamp is None
+            and pod.metadata.annotations.get(_DELETION_COST) == _LOWEST_COST
+        ]
         return RoleCounts(
             starting=found.spec.replicas - ready,
             ready=ready,
-            draining=max(found.status.replicas - found.spec.replicas, 0) + ending,
+            draining=max(found.status.replicas - found.spec.replicas, 0) + len(ending) - lost,
+            lost=lost,
             devices_each=self._workloads[component][1],
             # The scheduler of Kubernetes knows; a pod without a device stays pending.
             devices_free=100_000,

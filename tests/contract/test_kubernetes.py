@@ -4,6 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class ApiServer:
         self.replicas = {"p": 1, "d": 2}
         self.ready = {"p": 1, "d": 2}
         self.terminating = {"p": 0, "d": 0}
+        self.lost = {"p": 0, "d": 0}
         self.versions = {"p": 10, "d": 20}
         self.token = "first"
         self.pods: dict[str, dict[str, str]] = {}
@@ -80,8 +82,16 @@ class ApiServer:
         labels = dict(label.split("=") for label in selector.split(","))
         assert labels.pop("app") == "dynamo-lite"
         name = labels.pop("role")
-        ending = {"name": "old", "deletionTimestamp": "2026-01-01T00:00:00Z"}
-        pods = [{"name": "new"}] * self.replicas[name] + [ending] * self.terminating[name]
+        ends = (datetime.now(UTC) + timedelta(seconds=30)).isoformat()
+        ending = {"name": "old", "deletionTimestamp": ends}
+        lost = {"name": "cut", "deletionTimestamp": "2026-01-01T00:00:00Z"}
+        pods: list[dict[str, Any]] = [{"name": "new"}] * self.replicas[name]
+        pods += [ending] * self.terminating[name] + [lost] * self.lost[name]
+        pods += [
+            {"name": pod, "annotations": notes}
+            for pod, notes in self.pods.items()
+            if pod.startswith(f"{name}-")
+        ]
         return web.json_response({"items": [{"metadata": pod} for pod in pods]})
 
     async def _scale(self, request: web.Request, name: str) -> web.Response:
@@ -231,6 +241,25 @@ async def test_the_victim_is_marked_before_the_replicas_are_lowered(
     with pytest.raises(ProtocolError, match="not the name of a pod"):
         await connector.change(D, 0, pod("../../secrets/x"))
     assert server.replicas["d"] == 1
+
+
+async def test_a_mark_of_an_order_that_failed_is_taken_away(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    await connector.counts()
+    server.faults = [None, 409]
+    with pytest.raises(Unavailable):
+        await connector.change(D, 1, pod("d-7f9-x2"))
+    server.pods["d-7f9-x4"] = {COST: "5"}
+    await connector.counts()
+    await connector.change(D, 1, pod("d-7f9-x3"))
+    marks = {name: notes for name, notes in server.pods.items() if notes}
+    assert marks == {"d-7f9-x3": {COST: "-2147483647"}, "d-7f9-x4": {COST: "5"}}
+
+
+async def test_pods_of_lost_hosts_do_not_drain(server: ApiServer, account: Path):
+    server.lost["d"], server.terminating["d"] = 2, 1
+    now = (await connect(server, account).counts())[D]
+    assert (now.draining, now.lost, now.present) == (1, 2, 5)
 
 
 async def test_only_own_pods_are_removed(server: ApiServer, account: Path):

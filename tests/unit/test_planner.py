@@ -241,6 +241,29 @@ def test_a_start_that_ends_without_a_worker_has_failed(quick: bool):
     assert plan(memory, seen, LIMITS, now)[1].actions != (), "the one that came is gone"
 
 
+@pytest.mark.parametrize(
+    ("starts", "came"),
+    [
+        (RoleSeen(counts=RoleCounts(ready=1, starting=1), others=1), RoleCounts(ready=2)),
+        (RoleSeen(counts=RoleCounts(ready=2, starting=1)), RoleCounts(ready=2, draining=1)),
+    ],
+    ids=["of another host", "of its own"],
+)
+def test_a_worker_that_leaves_meanwhile_makes_no_start_fail(starts: RoleSeen, came: RoleCounts):
+    memory, _ = plan(PlannerMemory(), Seen(roles={P: starts}), LIMITS, 0.0)
+    for now in (2.0, 4.0):
+        memory, _ = plan(memory, Seen(roles={P: RoleSeen(counts=came)}), LIMITS, now)
+    assert memory.roles[P].failures == 0
+
+
+def test_a_worker_of_a_lost_host_counts_in_the_budget_only():
+    counts = RoleCounts(ready=1, lost=1, devices_free=9)
+    seen = Seen(roles={P: RoleSeen(counts=counts)}, manual={P: 3})
+    for budget, added in ((4, 2), (3, 1)):
+        limits = replace(LIMITS, budget_devices=budget)
+        assert [a.by for a in plan(PlannerMemory(), seen, limits, 0.0)[1].actions] == [added]
+
+
 def test_a_change_by_another_writer_is_the_new_base():
     w = world(prefill=Pool(ready=3))
     w.run(290)

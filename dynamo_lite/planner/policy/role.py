@@ -1,13 +1,16 @@
 """One role: what is remembered of it, and what it wants before the budget of all. Pure."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from msgspec import structs
 
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen
 from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.planner.policy.needs import Need
 from dynamo_lite.protocol.options import PlannerOptions
+from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.runtime.backoff import Backoff
 
 #: Ticks in a row that must want more workers.
@@ -64,9 +67,12 @@ class RoleMemory:
     #: (time, workers needed) of the down window: a later entry is always smaller, so the first one
     #: is the window's maximum.
     needs: tuple[tuple[float, int], ...] = ()
-    #: Since when workers start; None: there are none. How many there are to be in the end.
+    #: Since when workers start; None: there are none.
     starting_since: float | None = None
-    expected: int = 0
+    #: What was counted last, with the starts that were ordered since.
+    counts: RoleCounts = field(default_factory=RoleCounts)
+    #: Whether one of these starts has ended and no worker is ready for it.
+    lost: bool = False
     #: Failed starts in a row, and when the next start may be tried.
     failures: int = 0
     retry_at: float = 0.0
@@ -90,31 +96,37 @@ class RoleMemory:
             made = replace(made, known_since=since, needs=(*kept, (now, need.down)))
         if seen.changed != made.changed:
             made = replace(made, changed=seen.changed, changed_at=now)
-        return replace(made._started(seen, now), count=seen.count)
+        return replace(made._started(seen.counts, now), count=seen.count, counts=seen.counts)
 
-    def _started(self, seen: RoleSeen, now: float) -> "RoleMemory":
-        """With what has become of starts. Those have failed without which there are too few."""
-        if seen.counts.starting:
+    def _started(self, counts: RoleCounts, now: float) -> "RoleMemory":
+        """With what has become of starts."""
+        before = self.counts
+        # Ready workers may be removed meanwhile.
+        came = counts.ready - before.ready + max(counts.draining - before.draining, 0)
+        lost = self.lost or before.starting - counts.starting > max(came, 0)
+        if counts.starting:
             since = now if self.starting_since is None else self.starting_since
-            return replace(self, starting_since=since, expected=max(self.expected, seen.count))
+            return replace(self, starting_since=since, lost=lost)
         if self.starting_since is None:
-            return replace(self, expected=0)
-        if seen.count < self.expected:
+            return replace(self, lost=False)
+        if lost:
             return self._failed(now)
-        return replace(self, starting_since=None, expected=0, failures=0, retry_at=0.0)
+        return replace(self, starting_since=None, failures=0, retry_at=0.0)
 
     def _failed(self, now: float) -> "RoleMemory":
         """With one more failed start."""
         retry_at = now + _START_BACKOFF.after_exit(self.failures, 0.0).delay_s
         failures = self.failures + 1
-        return replace(self, starting_since=None, expected=0, failures=failures, retry_at=retry_at)
+        return replace(self, starting_since=None, lost=False, failures=failures, retry_at=retry_at)
 
     def begun(self, change: Change, now: float) -> "RoleMemory":
         made = replace(self, count=(self.count or 0) + change.by, up_ticks=0)
         if change.kind == "withdraw":
             return made._failed(now)
         if change.kind == "add":
-            return replace(made, starting_since=now, expected=made.count or 0)
+            starting = self.counts.starting + change.by
+            counts = structs.replace(self.counts, starting=starting)
+            return replace(made, starting_since=now, counts=counts)
         return made
 
 
