@@ -61,12 +61,12 @@ BUDGET = {
     "dynamo_lite/transfer": 1_270,
     "dynamo_lite/request_plane": 2_065,
     "dynamo_lite/disagg": 6_999,
-    "dynamo_lite/vllm": 6_236,
+    "dynamo_lite/vllm": 6_158,
     "dynamo_lite/forward": 5_304,
     "dynamo_lite/planner": 2_158,
     "dynamo_lite/serve": 6_044,
     "dynamo_lite/cli": 2_955,
-    "tests": 56_590,
+    "tests": 56_596,
     "tests/simulation": 8_578,
 }
 SLACK = 50
