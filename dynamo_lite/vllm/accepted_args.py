@@ -11,18 +11,8 @@ from typing import Literal
 SectionKind = Literal["engine", "frontend"]
 
 _ENGINES = "it has no effect in this section: set it in the sections of the workers"
-_FRONTENDS = "it has no effect in this section: set it in the section of the Frontend"
 _ONE_PROCESS = "the number of Frontend processes is Frontend.ServiceArgs.workers"
 _NO_LORA = "LoRA adapters are not served here; remove it"
-_NO_GRPC = "gRPC is not served here; remove it"
-_NO_POOLING = "pooling models are not served here; remove it"
-_LOGS = "the Frontend's logs are set by --log-format and --verbose, and VLLM_LOGGING_LEVEL"
-_NOT_SENT = "what it makes the engine produce is not sent to clients here; remove it"
-_NOT_EXPORTED = "a worker has metrics of its own, without these; remove it"
-_NO_SLEEP = (
-    "engines are not put to sleep here: that would take their KV memory away from transfers; remove"
-    " it"
-)
 
 #: Groups of vLLM's parser that describe an engine.
 _ENGINE_GROUPS = frozenset(
@@ -41,67 +31,60 @@ _READ_IN_FRONT = frozenset(
     }
 )
 
-_BOTH = {
-    **dict.fromkeys(
-        (
-            *("enable-return-routed-experts", "return-sampling-mask"),
-            "per-request-spec-decode-metrics",
-        ),
-        _NOT_SENT,
-    ),
-    **dict.fromkeys(
-        ("kv-cache-metrics", "kv-cache-metrics-sample", "cudagraph-metrics", "enable-mfu-metrics"),
-        _NOT_EXPORTED,
-    ),
-    **dict.fromkeys(("lora-modules", "default-mm-loras"), _NO_LORA),
-    **dict.fromkeys(
-        (
-            *("enable-sleep-mode", "sleep-mode-offload-cudagraph"),
-            "sleep-preserve-parameter-names",
-        ),
-        _NO_SLEEP,
-    ),
-    "kv-transfer-config": "set by dynamo-lite itself; remove it",
-    "aggregate-engine-logging": "there is one engine per worker; remove it",
-    "data-parallel-multi-port-external-lb": _ONE_PROCESS,
-    "data-parallel-start-rank": _ONE_PROCESS,
-}
 
-_FRONTEND = {
-    **dict.fromkeys(("headless", "api-server-count"), _ONE_PROCESS),
-    **dict.fromkeys(
-        (
-            "data-parallel-supervisor-port",
-            "dp-supervisor-probe-interval-s",
-            "dp-supervisor-probe-timeout-s",
-            "dp-supervisor-probe-failure-threshold",
-        ),
-        _ONE_PROCESS,
-    ),
-    **dict.fromkeys(("grpc", "grpc-port"), _NO_GRPC),
-    **dict.fromkeys(("logging-config", "log-level", "log-config-file"), _LOGS),
-    **dict.fromkeys(("gdn-prefill-backend", "kda-prefill-backend", "kda-decode-backend"), _ENGINES),
-    "config": "write its keys into this section",
-    "uds": "the Frontend listens on TCP: set host and port",
-    "enable-flash-late-interaction": _NO_POOLING,
-    "fail-on-environ-validation": _ENGINES,
-    "shutdown-timeout": "the time of a drain is Graph.grace-s",
-    "otlp-traces-endpoint": "traces are Graph.otlp-endpoint",
-    "collect-detailed-traces": "traces are Graph.otlp-endpoint",
-}
+def _table(keys_by_reason: dict[str, str]) -> dict[str, str]:
+    """The reason for each key. keys_by_reason: separated by blanks."""
+    return {key: reason for reason, keys in keys_by_reason.items() for key in keys.split()}
 
-_ENGINE = {
-    "kv-events-config": "set by dynamo-lite itself, see VllmWorker.kv-events; remove it",
-    **dict.fromkeys(
-        (
-            *("disable-log-stats", "enable-log-requests", "stream-interval"),
-            *("max-num-queued-reqs", "max-num-queued-tokens"),
-            *("show-hidden-metrics-for-version", "custom-histogram-buckets"),
-            *("renderer-num-workers", "io-processor-plugin"),
+
+_BOTH = _table(
+    {
+        "what it makes the engine produce is not sent to clients here; remove it": (
+            "enable-return-routed-experts return-sampling-mask per-request-spec-decode-metrics"
         ),
-        _FRONTENDS,
-    ),
-}
+        "a worker has metrics of its own, without these; remove it": (
+            "kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics enable-mfu-metrics"
+        ),
+        "engines are not put to sleep here: that would take their KV memory away from transfers;"
+        " remove it": (
+            "enable-sleep-mode sleep-mode-offload-cudagraph sleep-preserve-parameter-names"
+        ),
+        _NO_LORA: "lora-modules default-mm-loras",
+        _ONE_PROCESS: "data-parallel-multi-port-external-lb data-parallel-start-rank",
+        "set by dynamo-lite itself; remove it": "kv-transfer-config",
+        "there is one engine per worker; remove it": "aggregate-engine-logging",
+    }
+)
+_FRONTEND = _table(
+    {
+        _ONE_PROCESS: (
+            "headless api-server-count data-parallel-supervisor-port dp-supervisor-probe-interval-s"
+            " dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold"
+        ),
+        _ENGINES: (
+            "gdn-prefill-backend kda-prefill-backend kda-decode-backend fail-on-environ-validation"
+        ),
+        "the Frontend's logs are set by --log-format and --verbose, and VLLM_LOGGING_LEVEL": (
+            "logging-config log-level log-config-file"
+        ),
+        "gRPC is not served here; remove it": "grpc grpc-port",
+        "write its keys into this section": "config",
+        "the Frontend listens on TCP: set host and port": "uds",
+        "pooling models are not served here; remove it": "enable-flash-late-interaction",
+        "the time of a drain is Graph.grace-s": "shutdown-timeout",
+        "traces are Graph.otlp-endpoint": "otlp-traces-endpoint collect-detailed-traces",
+    }
+)
+_ENGINE = _table(
+    {
+        "it has no effect in this section: set it in the section of the Frontend": (
+            "disable-log-stats enable-log-requests stream-interval max-num-queued-reqs"
+            " max-num-queued-tokens show-hidden-metrics-for-version custom-histogram-buckets"
+            " renderer-num-workers io-processor-plugin"
+        ),
+        "set by dynamo-lite itself, see VllmWorker.kv-events; remove it": "kv-events-config",
+    }
+)
 
 
 def refusal(kind: SectionKind, key: str, group: str) -> str:

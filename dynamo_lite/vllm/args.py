@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import sys
+from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TypedDict
@@ -82,7 +83,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
             parsers[kind] = _parser(kind)
         groups = groups_of(parsers[kind])
         for key, value in content["args"].items():
-            found, nearest = _judge(parsers[kind], key, value)
+            found, nearest = _judge(parsers[kind], groups, key, value)
             message = refused.get(key, "") or refusal(kind, key, groups.get(key, "")) or found
             nearest = [name for name in nearest if not refusal(kind, name, groups[name])]
             if message:
@@ -126,18 +127,14 @@ def _parser(kind: str) -> argparse.ArgumentParser:
     return compat.make_arg_parser(FlexibleArgumentParser())
 
 
-def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
+def _judge(
+    parser: argparse.ArgumentParser, known: Collection[str], key: str, value: Any
+) -> tuple[str, list[str]]:
     """The mistake in one key, and similar keys if it is unknown; ("", []) if it is accepted."""
-    flags = {
-        option.removeprefix("--"): action
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--") and "_" not in option
-    }
-    accepted = [name for name in flags if not (name.startswith("no-") and name[3:] in flags)]
+    accepted = [name for name in known if not (name.startswith("no-") and name[3:] in known)]
     if key not in accepted:
         return UNKNOWN_KEY, difflib.get_close_matches(key, accepted, n=5, cutoff=0.6)
-    if flags[key].nargs == 0 and not isinstance(value, bool):
+    if parser._option_string_actions[f"--{key}"].nargs == 0 and not isinstance(value, bool):
         return f"expected true or false, got {value!r}", []
     errors = io.StringIO()
     try:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.vllm.http_options import TLS_KEYS
 
 PROGRAM = "vllm-rs"
 
@@ -33,18 +34,13 @@ _CARRIED = frozenset(
 )
 _NOT_THERE = "vLLM's Rust frontend does not have it"
 _KEYS = "vLLM's Rust frontend leaves /tokenize, /detokenize and /load open to everyone"
-_TLS = "TLS is served by the Python edge only"
 _REASONS = {
     "api-key": _KEYS,
+    **dict.fromkeys(TLS_KEYS, "TLS is served by the Python edge only"),
     **dict.fromkeys(
-        (
-            *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
-            *("ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
-        ),
-        _TLS,
+        ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
+        "vLLM's Rust frontend has no access log; remove it",
     ),
-    "disable-uvicorn-access-log": "vLLM's Rust frontend has no access log; remove it",
-    "disable-access-log-for-endpoints": "vLLM's Rust frontend has no access log; remove it",
 }
 _PARSERS = ("tool-call-parser", "reasoning-parser")
 #: The program's error for a parser that it does not have.

@@ -17,7 +17,7 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 _HEAD_BYTES = 4 << 20
 _HEADERS = 256
 
-_TLS_KEYS = (
+TLS_KEYS = (
     *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
     *("ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
 )
@@ -99,7 +99,7 @@ def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
         log_level=args.uvicorn_log_level,
         max_head_bytes=args.h11_max_incomplete_event_size,
         max_headers=args.h11_max_header_count,
-        tls=tls_options({key: getattr(args, key.replace("-", "_")) for key in _TLS_KEYS}),
+        tls=tls_options({key: getattr(args, key.replace("-", "_")) for key in TLS_KEYS}),
     )
 
 
@@ -107,7 +107,7 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
     """flags: vLLM's arguments in kebab-case. Raises ConfigError for those without an effect."""
     certfile = flags.get("ssl-certfile")
     if not certfile:
-        if idle := [key for key in _TLS_KEYS if flags.get(key)]:
+        if idle := [key for key in TLS_KEYS if flags.get(key)]:
             raise ConfigError([f"{key}: does nothing without ssl-certfile" for key in idle])
         return None
     cert_reqs = int(flags.get("ssl-cert-reqs") or 0)

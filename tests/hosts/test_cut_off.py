@@ -29,9 +29,14 @@ _PATIENCE_S = 60.0
 _AT_ONCE_S = 2.0
 #: UCX sends messages of 64 KiB. A part of one never becomes visible, so the kernel must take a
 #: whole one; and not two, since UCX ends a target that cannot answer the second. The target's end
-#: of the connection must not give it up because nothing comes.
+#: of the connection must not give it up because nothing comes, and must send nothing: the kernel
+#: resets the connection of a process that has ended, and drops what it has, when data come for it.
 _WHOLE = 1 << 16
-_KERNEL = {"UCX_TCP_SNDBUF": "40k", "UCX_TCP_KEEPIDLE": "600s"}
+_KERNEL = {
+    "UCX_TCP_SNDBUF": "40k",
+    "UCX_TCP_KEEPIDLE": "600s",
+    "UCX_KEEPALIVE_INTERVAL": "600s",
+}
 _USER_TIMEOUT = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIMEOUT"]
 
 

@@ -102,8 +102,14 @@ RESET = (
     [
         (f"{RESET}; sys.exit(3)", "vllm-rs ended with code 3"),
         ("connection.close(); sys.exit(3)", "vllm-rs ended with code 3"),
-        (f"{RESET}; signal.pause()", "the health request to vllm-rs failed: .*reset by peer"),
-        ("connection.send(b'x' * 100000); signal.pause()", "the health request to vllm-rs failed"),
+        (
+            f"{RESET}; signal.pause()",
+            "vllm-rs is not ready: its health request failed: .*reset by peer",
+        ),
+        (
+            "connection.send(b'x' * 100000); signal.pause()",
+            "its health request failed: .*exceed the limit",
+        ),
     ],
 )
 async def test_a_health_request_that_breaks_fails_the_start(

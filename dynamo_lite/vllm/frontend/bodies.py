@@ -8,6 +8,8 @@ first, and large ones are passed to the app one at a time, with pauses for the s
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -29,10 +31,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 #: escapes would block the event loop.
 _PAIRED = re.compile(
     rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).)*+",
+    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).?)*+",
     re.DOTALL,
 )
-_LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 def body_limit(max_model_len: int) -> int:
@@ -59,61 +60,48 @@ class BodyLimits:
     body_s: float = 60.0
 
 
+#: The longest pause after a turn, and the longest turn.
+_MAX_PAUSE_S, _MAX_TURN_S = 5.0, 10.0
 #: Iterations of the event loop in which the app parses a body: middleware may pass it on through
 #: several callbacks.
 _ITERATIONS = 4
 
 
-class LoopTurns:
+class _Turns:
     """Turns of large requests: one at a time uses the event loop and the tokenizer, in order of
-    arrival. After each there is a pause as long as the turn
-    has blocked the event loop, at most `max_pause_s`. A turn ends after `max_turn_s` at most.
-    """
+    arrival. After each there is a pause as long as the turn has blocked the event loop."""
 
-    def __init__(self, max_pause_s: float = 5.0, max_turn_s: float = 10.0):
-        self.max_pause_s, self.max_turn_s = max_pause_s, max_turn_s
-        self.resume_at = 0.0
+    def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._resume_at = 0.0
 
-    async def wait(self) -> "Turn":
-        """Waits for the caller's turn. The caller must end it."""
+    async def wait(self) -> ExitStack:
+        """Waits for the caller's turn, which is over when the result is closed, at the latest after
+        `_MAX_TURN_S`."""
+        loop = asyncio.get_running_loop()
         await self._lock.acquire()
-        try:
-            pause_s = self.resume_at - asyncio.get_running_loop().time()
-            if pause_s > 0:
+        with ExitStack() as stack:
+            stack.callback(self._lock.release)
+            if (pause_s := self._resume_at - loop.time()) > 0:
                 await asyncio.sleep(pause_s)
-        except BaseException:
-            self._lock.release()
-            raise
-        return Turn(self, self._lock)
+            turn = stack.pop_all()
+        turn.callback(loop.call_later(_MAX_TURN_S, turn.close).cancel)
+        return turn
 
-
-class Turn:
-    """A turn in progress; `end` is idempotent."""
-
-    def __init__(self, turns: LoopTurns, lock: asyncio.Lock):
-        self._turns, self._lock = turns, lock
-        self._ended = False
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(turns.max_turn_s, self.end)
-
-    def handed_over(self) -> None:
+    def measure(self) -> None:
         """The app has the body: measures how long it blocks the event loop from here on."""
-        self._loop.call_soon(self._measure, self._loop.time(), _ITERATIONS)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
 
-    def end(self) -> None:
-        self._timer.cancel()
-        if not self._ended:
-            self._ended = True
-            self._lock.release()
+        def later(iterations: int) -> None:
+            if iterations:
+                loop.call_soon(later, iterations - 1)
+            else:
+                now = loop.time()
+                pause_s = min(now - began, _MAX_PAUSE_S)
+                self._resume_at = max(self._resume_at, now + pause_s)
 
-    def _measure(self, began: float, iterations: int) -> None:
-        if iterations:
-            self._loop.call_soon(self._measure, began, iterations - 1)
-            return
-        now = self._loop.time()
-        pause_s = min(now - began, self._turns.max_pause_s)
-        self._turns.resume_at = max(self._turns.resume_at, now + pause_s)
+        loop.call_soon(later, _ITERATIONS)
 
 
 class _Refusal(Exception):
@@ -140,26 +128,35 @@ class Bodies:
     def __init__(self, app: ASGIApp, limits: BodyLimits):
         self._app, self._limits = app, limits
         self._held = 0
-        self._turns = LoopTurns()
+        self._turns = _Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:
-            whole, turn = await self._accept(scope, receive)
+            body, turn = await self._accept(scope, receive)
         except _Refusal as refusal:
             return await _refuse(refusal, receive, send)
         except _Gone:
             return
-        handover = _Handover(whole, receive, send, turn)
-        del whole
-        try:
-            await self._app(scope, handover.receive, send if turn is None else handover.send)
-        finally:
-            handover.close()
+        if turn is None:
+            return await self._app(scope, _passed_on(body, receive, lambda: None), send)
 
-    async def _accept(self, scope: Scope, receive: Receive) -> tuple[bytes, Turn | None]:
-        """Returns the body, and the turn of a large one. Raises _Refusal, _Gone."""
+        def read() -> None:
+            self._turns.measure()
+            if (context := current_context()) is not None:
+                context.on_placing = turn.close
+
+        async def answer(message: Message) -> None:
+            turn.close()
+            await send(message)
+
+        # Until the request is sent to a worker or the answer begins, it is parsed and tokenized.
+        with turn:
+            await self._app(scope, _passed_on(body, receive, read), answer)
+
+    async def _accept(self, scope: Scope, receive: Receive) -> tuple[list[bytes], ExitStack | None]:
+        """Returns the body in a list, and the turn of a large one. Raises _Refusal, _Gone."""
         body = _Body()
         try:
             await self._receive(scope, receive, body)
@@ -167,7 +164,7 @@ class Bodies:
             body.chunks.clear()
             _check_text(scope, whole)
             large = body.size >= self._limits.large_bytes
-            return whole, await self._wait_for_turn(receive) if large else None
+            return [whole], await self._wait_for_turn(receive) if large else None
         finally:
             # Free the memory before more is read from a refused client.
             body.chunks.clear()
@@ -220,7 +217,7 @@ class Bodies:
             " the limit here (the Frontend's `max-body-bytes`)",
         )
 
-    async def _wait_for_turn(self, receive: Receive) -> Turn:
+    async def _wait_for_turn(self, receive: Receive) -> ExitStack:
         """Raises _Refusal if the request times out, _Gone if the client has disconnected."""
         context = current_context()
         try:
@@ -234,37 +231,21 @@ class Bodies:
             if await _has_gone(receive):
                 raise _Gone
         except BaseException:
-            turn.end()
+            turn.close()
             raise
         return turn
 
 
-class _Handover:
-    """Passes a body to the app. turn: of a large body; it ends when the request is sent to a
-    worker or the answer begins: until then the body is parsed and tokenized.
-    """
+def _passed_on(body: list[bytes], receive: Receive, on_read: Callable[[], None]) -> Receive:
+    """Receives the body in one message. Takes it from the list, so that it can be freed."""
 
-    def __init__(self, whole: bytes, receive: Receive, send: Send, turn: Turn | None):
-        self._whole: bytes | None = whole
-        self._receive, self._send, self._turn = receive, send, turn
+    async def passed_on() -> Message:
+        if not body:
+            return await receive()
+        on_read()
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
 
-    async def receive(self) -> Message:
-        if (whole := self._whole) is None:
-            return await self._receive()
-        self._whole = None
-        if self._turn is not None:
-            self._turn.handed_over()
-            if (context := current_context()) is not None:
-                context.on_placing = self._turn.end
-        return {"type": "http.request", "body": whole, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        self.close()
-        await self._send(message)
-
-    def close(self) -> None:
-        if self._turn is not None:
-            self._turn.end()
+    return passed_on
 
 
 def _check_text(scope: Scope, body: bytes) -> None:
@@ -284,11 +265,11 @@ def _check_text(scope: Scope, body: bytes) -> None:
         except UnicodeDecodeError as exc:
             problem = f"byte {exc.start} is not UTF-8"
     if not problem and _SURROGATE.search(body):
-        paired = _PAIRED.match(body)
-        lone = _LONE.match(body, paired.end() if paired else 0)
-        if lone is not None:
-            escape = lone.group().decode()
-            problem = f"{escape} at byte {lone.start()} is half of a surrogate pair, no character"
+        # The match begins with the body, and may be empty.
+        at = _PAIRED.match(body).end()  # type: ignore[union-attr]
+        if at < len(body):
+            escape = body[at : at + 6].decode()
+            problem = f"{escape} at byte {at} is half of a surrogate pair, no character"
     if problem:
         raise _Refusal(
             HTTPStatus.BAD_REQUEST,

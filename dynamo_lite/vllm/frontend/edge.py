@@ -94,13 +94,20 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        trace = None if self._tracer is None else trace_http(self._tracer, scope, send)
-        if trace is None:
+        if self._tracer is None or (found := _trace_of(self._tracer, scope)) is None:
             return await self._answer(scope, receive, send, None)
+        (trace, parent), began, status = found, time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         try:
-            await self._answer(scope, receive, trace.send, trace.context)
-        finally:
-            trace.ended()
+            await self._answer(scope, receive, noted, trace)
+        finally:  # the answer is complete, or the client has disconnected
+            _record_span(self._tracer, scope, trace, parent, began, status)
 
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, trace: TraceContext | None
@@ -206,55 +213,35 @@ def _early_error(event: bytes) -> tuple[int, bytes] | None:
 _HEADERS = (TRACEPARENT.encode(), b"tracestate")
 
 
-class HttpTrace:
-    """The span of one request, which begins a trace or continues a client's `traceparent`; the app
-    must use its `send`."""
-
-    def __init__(
-        self, tracer: Tracer, scope: Scope, send: Send, context: TraceContext, parent: str
-    ):
-        self._tracer, self._scope, self._send = tracer, scope, send
-        self._parent = parent
-        self._began = time.monotonic()
-        self._status = 0
-        self.context = context
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        await self._send(message)
-
-    def ended(self) -> None:
-        """The answer is complete, or the client has disconnected."""
-        scope, status = self._scope, self._status
-        # The route, not the path: clients can send any number of paths.
-        route = getattr(scope.get("route"), "path", "")
-        attributes: dict[str, str | int] = {
-            "http.request.method": scope["method"],
-            "url.path": scope["path"],
-        }
-        if status:
-            attributes["http.response.status_code"] = status
-        self._tracer.record(
-            f"{scope['method']} {route}".rstrip(),
-            self.context,
-            self._parent,
-            self._began,
-            time.monotonic(),
-            kind="server",
-            attributes=attributes,
-            error=f"status {status}" if status >= 500 else "",
-        )
-
-
-def trace_http(tracer: Tracer, scope: Scope, send: Send) -> HttpTrace | None:
-    """Returns None for a request that is not traced. Removes trace headers from `scope`."""
+def _trace_of(tracer: Tracer, scope: Scope) -> tuple[TraceContext, str] | None:
+    """The span of a request, which begins a trace or continues a client's `traceparent`, and the id
+    of the span above it; None for a request that is not traced. Removes trace headers from `scope`.
+    """
     said = [value for key, value in scope["headers"] if key == _HEADERS[0]]
     scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _HEADERS]
     if scope["method"] != "POST":
         return None
     incoming = trace_of({TRACEPARENT: said[0].decode("latin-1")}) if len(said) == 1 else None
     context = tracer.begin(incoming)
-    if context is None:
-        return None
-    return HttpTrace(tracer, scope, send, context, incoming.span_id if incoming else "")
+    return None if context is None else (context, incoming.span_id if incoming else "")
+
+
+def _record_span(
+    tracer: Tracer, scope: Scope, context: TraceContext, parent: str, began: float, status: int
+) -> None:
+    """status: 0 without an answer."""
+    # The route, not the path: clients can send any number of paths.
+    route = getattr(scope.get("route"), "path", "")
+    attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
+    if status:
+        attributes["http.response.status_code"] = status
+    tracer.record(
+        f"{scope['method']} {route}".rstrip(),
+        context,
+        parent,
+        began,
+        time.monotonic(),
+        kind="server",
+        attributes=attributes,
+        error=f"status {status}" if status >= 500 else "",
+    )

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
+from dynamo_lite.runtime.tasks import OwnedTasks, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LINE = re.compile(
     r"(?:\([^)]*\) )?(TRACE|DEBUG|INFO|WARN(?:ING)?|ERROR) \d\d-\d\d \d\d:\d\d:\d\d (.*)"
 )
-_LEVELS = {
-    "TRACE": logging.DEBUG,
-    "DEBUG": logging.DEBUG,
-    "WARN": logging.WARNING,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-}
+_LEVELS = logging.getLevelNamesMapping()
 
 
 class RustProcess:
@@ -113,12 +107,9 @@ class RustProcess:
     async def __aexit__(self, *_: object) -> None:
         self._draining = True
         if self._process is not None:
-            self._kill()
+            self._signal(signal.SIGKILL)
             await self._process.wait()
         await self._tasks.end()
-
-    def _kill(self) -> None:
-        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         """Not by `send_signal`, which may reap the process before asyncio does."""
@@ -131,26 +122,19 @@ class RustProcess:
     async def wait_ready(self, url: str) -> None:
         """Returns when it answers HTTP requests at `url`. Raises StartupError."""
         assert self._process is not None
-        ended = asyncio.ensure_future(self._process.wait())
-        answered = asyncio.ensure_future(_get_health(url))
-        try:
-            await asyncio.wait(
-                {ended, answered}, timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if answered.done() and answered.exception() is not None:
-                # The connection was accepted and then broke. If the process is ending, its code
-                # and its last lines say more.
-                await asyncio.wait({ended}, timeout=self._end_s)
-            if self.ended:
-                raise StartupError(f"vllm-rs ended with code {self._process.returncode}: {self}")
-            if not answered.done():
-                raise StartupError(f"vllm-rs was not ready within {_READY_S:g} s: {self}")
-            if (answer := answered.result()) != b"200":
-                raise StartupError(f"vllm-rs answered {answer!r} on /health: {self}")
-        except (OSError, ValueError) as exc:  # ValueError: a line without an end
-            raise StartupError(f"the health request to vllm-rs failed: {exc}: {self}") from exc
-        finally:
-            await end_tasks(ended, answered)
+        failure = ""
+
+        async def ask() -> None:
+            nonlocal failure
+            if failure := await _failure(url, _READY_S):
+                # If the process is ending, its code and its last lines say more.
+                await asyncio.sleep(self._end_s)
+
+        await first_of(self._process.wait(), ask())
+        if self.ended:
+            raise StartupError(f"vllm-rs ended with code {self._process.returncode}: {self}")
+        if failure:
+            raise StartupError(f"vllm-rs is not ready: {failure}: {self}")
 
     async def run(self, url: str) -> None:
         """Returns at the end of a drain. Updates `unhealthy` by health requests to `url`.
@@ -159,21 +143,15 @@ class RustProcess:
         answered for long.
         """
         assert self._process is not None
-        ended = asyncio.ensure_future(self._process.wait())
-        checking = asyncio.ensure_future(self._check_health(url))
-        try:
-            await asyncio.wait({ended, checking}, return_when=asyncio.FIRST_COMPLETED)
-            if self._draining:
-                await ended
-                return
-            if not ended.done():
-                checking.result()
-                self._kill()
-                raise RuntimeError(f"vllm-rs was killed: {self.unhealthy}")
-            code = ended.result()
+        await first_of(self._process.wait(), self._check_health(url))
+        if self._draining:
+            await self._process.wait()
+        elif self.ended:
+            code = self._process.returncode
             raise RuntimeError(f"vllm-rs ended with code {code}; its lines are in the log")
-        finally:
-            await end_tasks(ended, checking)
+        else:
+            self._signal(signal.SIGKILL)
+            raise RuntimeError(f"vllm-rs was killed: {self.unhealthy}")
 
     async def _check_health(self, url: str) -> None:
         """Returns in a drain, and when too many health requests have failed."""
@@ -218,7 +196,7 @@ class RustProcess:
             if line:
                 self._last_lines.append(line)
                 found = _LINE.fullmatch(line)
-                level = logging.INFO if found is None else _LEVELS.get(found[1], logging.INFO)
+                level = logging.INFO if found is None else _LEVELS.get(found[1], logging.DEBUG)
                 logger.log(level, "vllm-rs: %s", line if found is None else found[2])
 
 
