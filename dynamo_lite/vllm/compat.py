@@ -60,6 +60,13 @@ def require_tested(installed: str, *, allow_untested: bool = False) -> None:
         raise StartupError(f"{why}; --allow-untested-vllm starts it nevertheless")
 
 
+def no_rust_edge(installed: str) -> str:
+    """Why vLLM's Rust frontend cannot serve workers here; "" if it can. installed: as above."""
+    if installed.rpartition(" ")[2].startswith("0.31."):
+        return "vllm-rs of vLLM 0.31 takes no sockets of workers that are elsewhere: edge: python"
+    return ""
+
+
 def make_arg_parser(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Adds the arguments of `vllm serve`."""
     return _cli_args().make_arg_parser(parser)

