@@ -84,8 +84,8 @@ async def written(target: Peer) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bounded", [True, False])
 async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) -> None:
-    """Without the bound it comes after the blocks were released: the test sees that, of a writer that
-    is stopped. Where the end of a connection comes together with data, UCX may drop these."""
+    """Without the bound it comes after the blocks were released: the test sees that, of a writer
+    that is stopped. Where a connection's end comes together with data, UCX may drop these."""
     if why := unavailable():
         lacking(why)
     ucx = {**_KERNEL, "UCX_TCP_USER_TIMEOUT": _USER_TIMEOUT if bounded else "auto"}
