@@ -30,7 +30,6 @@ class ForwardStats:
     in_flight: int = 0
 
 
-_PREFIX = "dynamo_lite_forward_"
 #: By the labels' values.
 _Values = Mapping[tuple[str, ...], int]
 #: Name, text and labels of a metric.
@@ -48,9 +47,9 @@ class ForwardMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, text, labels, values in self._counts():
-            yield _filled(CounterMetricFamily(f"{_PREFIX}{name}", text, labels=labels), values)
+            yield _filled(CounterMetricFamily(name, text, labels=labels), values)
         for name, text, labels, values in self._states():
-            yield _filled(GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=labels), values)
+            yield _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
     def _counts(self) -> Sequence[_Row]:
         stats = self._stats
@@ -62,13 +61,13 @@ class ForwardMetrics(Collector):
         chosen, choices = "Engines that were chosen, by leg and reason", self._placer.choices
         legs = "Legs that failed before the client had a byte"
         return (
-            ("answers", begun, ("how", "reason"), stats.answered),
-            ("leg_failures", legs, ("leg", "kind"), stats.failures),
-            ("choices", chosen, ("leg", "reason"), choices),
-            ("refused", failed, ("status",), refused),
-            ("broken", "Answers that broke off", (), {(): stats.broken}),
-            ("clients_gone", gone, (), {(): stats.gone}),
-            ("removed_fields", removed, (), {(): stats.removed_fields}),
+            ("dynamo_lite_forward_answers", begun, ("how", "reason"), stats.answered),
+            ("dynamo_lite_forward_leg_failures", legs, ("leg", "kind"), stats.failures),
+            ("dynamo_lite_forward_choices", chosen, ("leg", "reason"), choices),
+            ("dynamo_lite_forward_refused", failed, ("status",), refused),
+            ("dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}),
+            ("dynamo_lite_forward_clients_gone", gone, (), {(): stats.gone}),
+            ("dynamo_lite_forward_removed_fields", removed, (), {(): stats.removed_fields}),
         )
 
     def _states(self) -> Sequence[_Row]:
@@ -80,10 +79,10 @@ class ForwardMetrics(Collector):
         unused = "Engines that are known and not used, by reason"
         which = ("engine", "role")
         return (
-            ("requests", "Requests in flight", (), {(): self._stats.in_flight}),
-            ("engine_usable", "1 while the engine gets legs", which, usable),
-            ("engine_legs", "Legs of this process at the engine", which, legs),
-            ("unused_engines", unused, ("reason",), reasons),
+            ("dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}),
+            ("dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable),
+            ("dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs),
+            ("dynamo_lite_forward_unused_engines", unused, ("reason",), reasons),
         )
 
 

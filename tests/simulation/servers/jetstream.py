@@ -117,6 +117,11 @@ class SimStream:
                     consumer.add(message.sequence)
         return self.consumers[name]
 
+    def close(self) -> None:
+        """Deletes everything, and answers the waiting pull requests."""
+        for consumer in self.consumers.values():
+            consumer.close()
+
     def _known(self, message_id: str | None, now: float) -> int | None:
         while self._ids:
             oldest = next(iter(self._ids))
@@ -177,6 +182,12 @@ class Consumer:
     def acknowledge(self, sequence: int) -> None:
         """Also as the end of one that was terminated: in a work queue both remove it."""
         self._stream.remove(sequence)
+
+    def close(self) -> None:
+        while self.requests:
+            request = self.requests.popleft()
+            request.timer.cancel()
+            self._server.tell(request.inbox, b"", status(409, "Consumer Deleted"))
 
     def _serve(self) -> None:
         while self.requests:

@@ -57,6 +57,7 @@ class JetStream:
             "CONSUMER.DURABLE.CREATE.": self._create_consumer,
             "STREAM.INFO.": self._stream_info,
             "STREAM.CREATE.": self._create_stream,
+            "STREAM.DELETE.": self._delete_stream,
             "STREAM.MSG.DELETE.": self._delete_message,
         }
 
@@ -155,6 +156,14 @@ class JetStream:
         stream = self._streams[names[0]] = SimStream(config, self._server)
         self._by_subject |= dict.fromkeys(config["subjects"], stream)
         return {**_stream_facts(stream), "did_create": True}
+
+    def _delete_stream(self, names: list[str], _: bytes) -> _Answer:
+        stream = self._stream(names[0])
+        del self._streams[stream.name]
+        for subject in stream.config["subjects"]:
+            del self._by_subject[subject]
+        stream.close()
+        return {"success": True}
 
     def _delete_message(self, names: list[str], payload: bytes) -> _Answer:
         stream = self._stream(names[0])
