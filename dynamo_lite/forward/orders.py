@@ -103,12 +103,12 @@ async def parallel(one: RequestAttempt) -> None:
 
 def _decode_engine(one: RequestAttempt) -> KnownEngine:
     """The decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
-    engine = one.placement.decode
-    if one.parts.protocol.staged:
-        return one.parts.placer.place_decode(one.placement, one.job.tried)
-    if not engine.usable:
+    engine, protocol = one.placement.decode, one.parts.protocol
+    if engine.usable and not protocol.staged:
+        return engine
+    if protocol.names_decode:
         raise LegFailed(engine, "decode", "refused", engine.trouble)
-    return engine
+    return one.parts.placer.place_decode(one.placement, one.job.tried)
 
 
 async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:

@@ -107,7 +107,7 @@ class Placer:
         if placement.prefill is not None:
             without = without | {placement.prefill.number}
         engine, choice = self._choose_decode(without, self._sent.matched(placement.chain), "")
-        placement.choices.append(choice)
+        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"] + [choice]
         self._took(choice)
         return engine
 

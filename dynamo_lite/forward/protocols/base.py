@@ -140,6 +140,9 @@ class ForwardProtocol:
     prefill_streams: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
+    #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
+    #: one can take the KV.
+    names_decode: bool = False
     #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
     staged: bool = False
 
