@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.vllm.compat import no_rust_edge, vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 
 _ABOVE = Path(__file__).resolve().parent.parent
@@ -32,6 +32,8 @@ def main() -> None:
     installed = vllm_version()
     if not installed:
         sys.exit("error: vLLM is not installed; run `make setup`")
+    if why := no_rust_edge(installed):
+        sys.exit(f"error: {why}")
     if (found := find_program(None) or _kept(installed)) is None:
         version = installed.partition(" ")[2].partition("+")[0]
         with tempfile.TemporaryDirectory(prefix="vllm-rs-") as folder:

@@ -59,7 +59,7 @@ class KnownEngine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
-    #: Set after its first check.
+    #: Set after its first check, or when it has left.
     checked: asyncio.Event = field(default_factory=asyncio.Event)
     #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
     answered_at: float = 0.0

@@ -81,6 +81,7 @@ class KnownEngines:
     def remove(self, engine: KnownEngine) -> None:
         """The engine gets no new leg. Its open legs continue."""
         engine.left = True
+        engine.checked.set()  # it may never be
         self.all = tuple(one for one in self.all if one is not engine)
         self._compare()
 

@@ -197,6 +197,14 @@ async def test_all_requests_wait_for_the_ids_of_an_engine_whichever_client_leave
         assert len(b.prefill[0].legs) == 3
 
 
+async def test_no_request_waits_for_an_engine_that_is_forgotten_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sidecar, "MAX_PREFILLERS", 1)
+    async with beside("mooncake", prefill=2) as b:
+        assert await asyncio.wait_for(b.text(b.header(1, 0)), 20) == TEXT
+
+
 async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
