@@ -13,6 +13,7 @@ import msgspec
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.protocol.prefill import (
     AttemptId,
     BlockId,
@@ -79,6 +80,8 @@ class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     deadline: float | None
     #: How a prefill worker can sample the request's first token; None if it must not.
     first_token: FirstTokenSampling | None = None
+    #: The request's LoRA adapter, with the digest of this worker's files.
+    adapter: Adapter | None = None
 
 
 def pack(params: msgspec.Struct) -> dict[str, Any]:
@@ -99,29 +102,40 @@ def unpack(request: Prompt, kind: type[_Params]) -> _Params | None:
         raise ProtocolError(f"request {request.request_id}: kv_transfer_params: {exc}") from exc
 
 
-def time_limit(timeout_s: float | None, now: float) -> dict[str, Any] | None:
-    """The `kv_transfer_params` of a request with `timeout_s` left; None: without a limit.
+def decode_params(
+    timeout_s: float | None, now: float, adapter: Adapter | None = None
+) -> dict[str, Any] | None:
+    """The `kv_transfer_params` of a request with `timeout_s` left; None: it needs none.
 
     now: monotonic. The engine's process and its component are on one machine.
     """
-    return None if timeout_s is None else pack(DecodeRequestParams(deadline=now + timeout_s))
+    if timeout_s is None and adapter is None:
+        return None
+    deadline = None if timeout_s is None else now + timeout_s
+    return pack(DecodeRequestParams(deadline=deadline, adapter=adapter))
 
 
 def with_first_token(
-    limit: Mapping[str, Any] | None, sampling: FirstTokenSampling
+    params: Mapping[str, Any] | None, sampling: FirstTokenSampling
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a request whose first token a prefill worker may sample.
 
-    limit: from `time_limit`.
+    params: from `decode_params`.
     """
-    params = dict(limit) if limit is not None else pack(DecodeRequestParams(deadline=None))
-    return params | {"first_token": pack(sampling)}
+    made = dict(params) if params is not None else pack(DecodeRequestParams(deadline=None))
+    return made | {"first_token": pack(sampling)}
 
 
 def time_left_s(request: Prompt, now: float) -> float:
     """Infinite for a request without a limit."""
     params = unpack(request, DecodeRequestParams)
     return math.inf if params is None or params.deadline is None else params.deadline - now
+
+
+def adapter_of(request: Prompt) -> Adapter | None:
+    """The request's LoRA adapter."""
+    params = unpack(request, DecodeRequestParams)
+    return None if params is None else params.adapter
 
 
 def first_token_sampling(request: Prompt) -> FirstTokenSampling | None:

@@ -20,6 +20,20 @@ Timestamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A LoRA adapter (https://arxiv.org/abs/2106.09685).
+
+    Also the record of one that a client has loaded, at `names.adapter_key`.
+    """
+
+    #: The name of the model that clients ask for.
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    #: Its folder on the hosts of the workers, or its name on the hub.
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    #: Of its files; "" where no worker has read them yet.
+    digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before)."""
 
@@ -33,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: Timestamp
     priority: int = 0
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     trace_headers: dict[str, str] | None = None
     #: Whether a grammar applies from the first token. None: the engine detects the end of the
     #: reasoning itself.

@@ -50,6 +50,15 @@ def live_options_key(namespace: str, component: str) -> str:
     return f"{namespace}/config/{component}"
 
 
+def adapters_prefix(namespace: str) -> str:
+    return f"{namespace}/adapters/"
+
+
+def adapter_key(namespace: str, adapter: str) -> str:
+    """A LoRA adapter that a client has loaded."""
+    return f"{adapters_prefix(namespace)}{adapter}"
+
+
 def planner_prefix(namespace: str) -> str:
     return f"{namespace}/planner/"
 

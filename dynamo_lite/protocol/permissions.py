@@ -58,7 +58,7 @@ def _others(namespace: str) -> tuple[Permissions, ...]:
             publish=(routers, *outcomes, _snapshots(namespace)),
             subscribe=(_endpoints(namespace, "Processor"), health, notices),
             read=(members, links, options("Frontend")),  # the dashboard shows failed links
-            write=(own("Frontend"), own("Processor")),
+            write=(own("Frontend"), own("Processor"), names.adapters_prefix(namespace)),
         ),
         Permissions(
             "Router",

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
-from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
+from dynamo_lite.protocol.generate import Adapter, Count, RequestId, Seconds, Timestamp, TokenId
 from dynamo_lite.protocol.records import LeaseId, Natural, Positive
 
 AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
@@ -67,6 +67,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: Timestamp
     priority: int = 0
     cache_salt: str | None = None
+    #: With the digest of the decode worker's files.
+    adapter: Adapter | None = None
     trace_headers: dict[str, str] | None = None
     #: None: the first token is not wanted. A worker need not send it: the decode engine computes
     #: it in any case.

@@ -19,6 +19,8 @@ class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Leases of the workers to choose from.
     candidates: list[LeaseId]
     cache_salt: str | None = None
+    #: Name of the LoRA adapter.
+    adapter: str | None = None
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     wire_version: int = WIRE_VERSION
 

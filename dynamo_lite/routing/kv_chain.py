@@ -1,9 +1,9 @@
 """Names of KV blocks that workers and routers compute alike, whatever engine holds the blocks.
 
 A block's hash is XXH3 (64 bits) of its tokens, with its parent's hash as the seed, so it stands for
-the whole prefix up to its end. The first one's parent is made of the cache salt: prompts that must
-not share KV share no hash. Hashes only choose workers: a collision costs a cache hit, never a wrong
-token.
+the whole prefix up to its end. The first one's parent is made of the cache salt and the name of the
+LoRA adapter: prompts that must not share KV share no hash. Hashes only choose workers: a collision
+costs a cache hit, never a wrong token.
 """
 
 from array import array
@@ -19,16 +19,21 @@ ChainHash: TypeAlias = int
 MAX_HASH = (1 << 56) - 1
 
 
-def root_hash(cache_salt: str | None = None) -> ChainHash:
-    """The parent of the first block."""
-    return xxh3_64_intdigest((cache_salt or "").encode()) & MAX_HASH
+def root_hash(cache_salt: str | None = None, adapter: str | None = None) -> ChainHash:
+    """The parent of the first block. adapter: name of the LoRA adapter."""
+    above = xxh3_64_intdigest(adapter.encode()) if adapter else 0
+    return xxh3_64_intdigest((cache_salt or "").encode(), above) & MAX_HASH
 
 
 def chain_hashes(
-    token_ids: Sequence[int], block_size: int, *, cache_salt: str | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    cache_salt: str | None = None,
+    adapter: str | None = None,
 ) -> list[ChainHash]:
     """The hashes of all full blocks, in order. Token ids are 0 to 2^32 - 1."""
-    return extend(root_hash(cache_salt), token_ids, block_size)
+    return extend(root_hash(cache_salt, adapter), token_ids, block_size)
 
 
 def extend(parent: ChainHash, token_ids: Sequence[int], block_size: int) -> list[ChainHash]:

@@ -79,7 +79,12 @@ class KvPicker(Picker):
 
         def hashes(block_size: int) -> Sequence[ChainHash]:
             # The last token is computed in any case.
-            return chain_hashes(prompt[:-1], block_size, cache_salt=request.cache_salt)
+            return chain_hashes(
+                prompt[:-1],
+                block_size,
+                cache_salt=request.cache_salt,
+                adapter=None if request.adapter is None else request.adapter.name,
+            )
 
         choice = self.place(
             members, request.request_id, len(prompt), hashes, request.session, without

@@ -12,14 +12,14 @@ SectionKind = Literal["engine", "frontend"]
 
 _ENGINES = "it has no effect in this section: set it in the sections of the workers"
 _ONE_PROCESS = "the number of Frontend processes is Frontend.ServiceArgs.workers"
-_NO_LORA = "LoRA adapters are not served here; remove it"
+_NO_LORA = "LoRA adapters of this kind are not served here; remove it"
 
 #: Groups of vLLM's parser that describe an engine.
 _ENGINE_GROUPS = frozenset(
     {
         *("LoadConfig", "AttentionConfig", "MambaConfig", "ParallelConfig", "CacheConfig"),
         *("OffloadConfig", "CompilationConfig", "KernelConfig", "SchedulerConfig"),
-        *("ObservabilityConfig", "VllmConfig"),
+        *("ObservabilityConfig", "VllmConfig", "LoRAConfig"),
     }
 )
 #: Arguments of these groups that vLLM's front half reads.
@@ -27,7 +27,7 @@ _READ_IN_FRONT = frozenset(
     {
         *("stream-interval", "max-num-queued-reqs", "max-num-queued-tokens"),
         *("show-hidden-metrics-for-version", "custom-histogram-buckets"),
-        "structured-outputs-config",
+        *("structured-outputs-config", "enable-lora"),
     }
 )
 
@@ -49,7 +49,10 @@ _BOTH = _table(
         " remove it": (
             "enable-sleep-mode sleep-mode-offload-cudagraph sleep-preserve-parameter-names"
         ),
-        _NO_LORA: "lora-modules default-mm-loras",
+        _NO_LORA: (
+            "default-mm-loras enable-tower-connector-lora enable-mixed-moe-lora-format"
+            " enable-moe-shared-loras"
+        ),
         _ONE_PROCESS: "data-parallel-multi-port-external-lb data-parallel-start-rank",
         "set by dynamo-lite itself; remove it": "kv-transfer-config",
         "there is one engine per worker; remove it": "aggregate-engine-logging",
@@ -80,7 +83,7 @@ _ENGINE = _table(
         "it has no effect in this section: set it in the section of the Frontend": (
             "disable-log-stats enable-log-requests stream-interval max-num-queued-reqs"
             " max-num-queued-tokens show-hidden-metrics-for-version custom-histogram-buckets"
-            " renderer-num-workers io-processor-plugin"
+            " renderer-num-workers io-processor-plugin lora-modules"
         ),
         "set by dynamo-lite itself, see VllmWorker.kv-events; remove it": "kv-events-config",
     }
@@ -94,8 +97,6 @@ def refusal(kind: SectionKind, key: str, group: str) -> str:
     """
     if reason := _BOTH.get(key):
         return reason
-    if group == "LoRAConfig":
-        return _NO_LORA
     if kind == "engine":
         return _ENGINE.get(key, "")
     if reason := _FRONTEND.get(key):

@@ -37,6 +37,9 @@ _NOT_THERE = "vLLM's Rust frontend does not have it"
 _KEYS = "vLLM's Rust frontend leaves /tokenize, /detokenize and /load open to everyone"
 _REASONS = {
     "api-key": _KEYS,
+    **dict.fromkeys(
+        ("enable-lora", "lora-modules"), "LoRA adapters are served by the Python edge only"
+    ),
     **dict.fromkeys(TLS_KEYS, "TLS is served by the Python edge only"),
     **dict.fromkeys(
         ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
@@ -84,6 +87,8 @@ def obstacles(
         )
     if options["dashboard"]:
         found.append(Obstacle("dashboard", "/dashboard is served by the Python edge only"))
+    if options["adapter_folder"] is not None:
+        found.append(Obstacle("adapter-folder", "LoRA adapters are served by the Python edge only"))
     if options["max_body_bytes"] is not None:
         found.append(Obstacle("max-body-bytes", "vLLM's Rust frontend has a limit of its own"))
     if options["max_request_timeout_s"] != defaults["max_request_timeout_s"]:

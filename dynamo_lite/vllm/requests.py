@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
 from dynamo_lite.disagg.transfer_params import (
     PrefillJobParams,
+    decode_params,
     pack,
-    time_limit,
     with_first_token,
 )
 from dynamo_lite.protocol.errors import ProtocolError, Refused
-from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
+from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, Adapter, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
@@ -55,6 +56,7 @@ def generate_request(
         arrival_time=request.arrival_time,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        adapter=_adapter(request.lora_request),
         trace_headers=dict(request.trace_headers) if request.trace_headers else None,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
@@ -64,6 +66,10 @@ def generate_request(
     return message, migration_plan(params, causal=causal)
 
 
+def _adapter(asked: LoRARequest | None) -> Adapter | None:
+    return None if asked is None else Adapter(name=asked.lora_name, path=asked.lora_path)
+
+
 def _sampling(request: EngineCoreRequest) -> SamplingParams:
     """The sampling parameters of a supported request. Raises VLLMValidationError."""
     params = request.sampling_params
@@ -71,8 +77,6 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
         raise VLLMValidationError("Only text generation is served here")
     if request.mm_features or request.prompt_embeds is not None:
         raise VLLMValidationError("Multimodal inputs and prompt embeddings are not served here")
-    if request.lora_request is not None:
-        raise VLLMValidationError("LoRA adapters are not served here")
     if request.resumable:
         raise VLLMValidationError("Streamed prompts are not served here")
     if len(request.request_id) > MAX_REQUEST_ID:
@@ -100,11 +104,16 @@ def _too_many_logprobs(tokens: int, asked: int) -> str | None:
 
 
 def generation(
-    request: GenerateRequest, model: ModelConfig, *, timed: bool = False
+    request: GenerateRequest,
+    model: ModelConfig,
+    *,
+    connected: bool = False,
+    loaded: tuple[Adapter, LoRARequest] | None = None,
 ) -> EngineCoreRequest:
     """Converts a message for the engine. Raises Refused if this model cannot take it.
 
-    timed: the engine has a connector, which gets the request's deadline.
+    connected: the engine has a connector, which gets the request's deadline and adapter. loaded:
+    its adapter in this engine.
 
     For a migrated request, tokens that another engine has generated become the end of the
     prompt, and the limits shrink by their number.
@@ -133,8 +142,10 @@ def generation(
         prompt = prompt + request.output_token_ids
         _check_prompt(prompt, model)
         _continue_after(len(request.output_token_ids), sampling)
-    if timed and (limit := time_limit(request.timeout_s, time.monotonic())) is not None:
-        sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: limit}
+    adapter, lora = loaded or (None, None)
+    params = decode_params(request.timeout_s, time.monotonic(), adapter)
+    if connected and params is not None:
+        sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: params}
     return EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt,
@@ -142,7 +153,7 @@ def generation(
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=request.arrival_time,
-        lora_request=None,
+        lora_request=lora,
         cache_salt=request.cache_salt,
         data_parallel_rank=None,
         priority=request.priority,
@@ -169,12 +180,13 @@ def prefill(
     model: ModelConfig,
     *,
     first_token: bool = False,
+    lora: LoRARequest | None = None,
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
     first_token: the request samples the first token of the
-    answer, as the job asks; otherwise its token is ignored. cell: see `PrefillJobParams`. Raises
-    Refused.
+    answer, as the job asks; otherwise its token is ignored. cell: see `PrefillJobParams`. lora: the
+    job's adapter in this engine. Raises Refused.
     """
     prompt, wanted = job.prompt_token_ids, job.first_token if first_token else None
     if wanted is None:
@@ -196,7 +208,7 @@ def prefill(
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=lora,
         cache_salt=job.cache_salt,
         data_parallel_rank=None,
         priority=job.priority,

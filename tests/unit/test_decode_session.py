@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
 from dynamo_lite.disagg.queue.base import QueueDepth
-from dynamo_lite.disagg.transfer_params import time_limit
+from dynamo_lite.disagg.transfer_params import decode_params
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.decisions import decode_explained
@@ -192,12 +192,12 @@ async def test_what_others_have_on_the_queue_counts_and_what_was_asked_since():
 @virtual
 async def test_a_remote_prefill_ends_with_its_requests_time():
     async with Scene().open(WRITER) as scene:
-        soon = prompt("r1", 10, kv_transfer_params=time_limit(2.0, loop_time()))
+        soon = prompt("r1", 10, kv_transfer_params=decode_params(2.0, loop_time()))
         assert scene.decode.admit(soon) > 0
         attempt = scene.decode.attempt_of("r1")
         assert 1.9 < await scene.given_up_within(2.5, attempt) < 2.2
         assert scene.decode.counted("remote/deadline") == 1
-        late = prompt("r2", 10, kv_transfer_params=time_limit(0.0, loop_time()))
+        late = prompt("r2", 10, kv_transfer_params=decode_params(0.0, loop_time()))
         assert scene.decode.admit(late) == 0
         assert scene.decode.counted("decision/local/too_late") == 1
         assert scene.decode.counted("overflow_tokens") == 0, "more room would not help it"

@@ -19,7 +19,7 @@ _ARGUMENTS = {
     "lease_id": 0x1A,
     "router_lease_id": 0x1A,
     "prefill_lease_id": 0x1A,
-    "operation": 7,
+    "adapter": "a",
 }
 #: Other programs ask these.
 _SERVED_ONLY = {("endpoint_subject", "Processor"), ("endpoint_subject", "VllmWorker")}

@@ -87,6 +87,7 @@ FULL_REQUEST = generate.GenerateRequest(
     arrival_time=1.5,
     priority=-1,
     cache_salt="s",
+    adapter=generate.Adapter(name="l", path="/l"),
     trace_headers={"traceparent": "00"},
     reasoning_ended=True,
     reasoning_parser_kwargs={"a": [1]},
@@ -144,6 +145,7 @@ FULL_JOB = prefill.RemotePrefillRequest(
     deadline=2.5,
     priority=3,
     cache_salt="s",
+    adapter=generate.Adapter(name="l", path="/l", digest="d"),
     trace_headers={"t": "0"},
     first_token=prefill.FirstTokenWanted(
         sampling=prefill.FirstTokenSampling(temperature=0.5, top_k=5, min_p=0.25, seed=-8),
@@ -246,6 +248,7 @@ MESSAGES = [
             prompt_token_ids=[1],
             candidates=[2],
             cache_salt="s",
+            adapter="l",
             session="t",
         ),
         routing.decode_pick_request,
@@ -321,6 +324,7 @@ MESSAGES = [
 
 RECORDS_SENT = [
     ENGINE,
+    generate.Adapter(name="l", path="/l"),
     records.LinkRecord(
         prefill_lease_id=31, engine_id="e1", decode_lease_id=32, detail="reset", next_try=1.5
     ),

@@ -13,7 +13,7 @@ from dynamo_lite.disagg.transfer_params import (
     first_token_sampling,
     pack,
     time_left_s,
-    time_limit,
+    decode_params,
     unpack,
     with_first_token,
 )
@@ -67,7 +67,7 @@ def test_a_deadline_is_unpacked_as_it_was_packed():
 @pytest.mark.parametrize("timeout_s", [None, 2.0])
 def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
     sampling = FirstTokenSampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3)
-    params = with_first_token(time_limit(timeout_s, 10.0), sampling)
+    params = with_first_token(decode_params(timeout_s, 10.0), sampling)
     sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
     assert first_token_sampling(sent) == sampling
     assert time_left_s(sent, 11.0) == (math.inf if timeout_s is None else 1.0)
@@ -75,7 +75,7 @@ def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
 
 def test_without_being_asked_for_no_first_token_is_wanted():
     assert first_token_sampling(carrier(None)) is None
-    assert first_token_sampling(carrier(time_limit(2.0, 10.0))) is None
+    assert first_token_sampling(carrier(decode_params(2.0, 10.0))) is None
 
 
 def test_unknown_keys_are_ignored():

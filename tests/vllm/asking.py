@@ -56,8 +56,8 @@ async def tokens_of(
 
         async def one(request: dict[str, Any]) -> list[int]:
             body = {
-                **request,
                 "model": "tiny",
+                **request,
                 "temperature": 0,
                 "ignore_eos": True,
                 "return_token_ids": True,

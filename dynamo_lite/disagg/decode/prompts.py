@@ -13,7 +13,7 @@ from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
-from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
+from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.runtime.clock import Clock
@@ -160,6 +160,7 @@ class Prompts:
             deadline=self._clock.wall() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=adapter_of(request),
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
             first_token=_first_token(request, wanted - external),
         )

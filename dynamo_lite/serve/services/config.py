@@ -43,6 +43,7 @@ class FrontendConfig(AdmissionOptions):
     max_body_bytes: PositiveOption | None = None
     client_priority: ClientPriority = "lower-only"
     dashboard: bool | None = None
+    adapter_folder: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -311,10 +311,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
 
 def _is_transferable(request: Any) -> bool:
-    """Whether a request's KV is a function of its tokens and cache salt alone."""
+    """Whether a request's KV is a function of its tokens, cache salt and LoRA adapter alone."""
     return (
         not request.skip_reading_prefix_cache
         and not request.mm_features
-        and request.lora_request is None
         and request.prompt_embeds is None
     )

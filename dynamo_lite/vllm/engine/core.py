@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,11 +33,13 @@ from dynamo_lite.protocol.errors import (
     Refused,
     StartupError,
 )
+from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing import Tracer
+from dynamo_lite.vllm.engine.adapters import Adapters
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
 from dynamo_lite.vllm.engine.kv_events import followed
@@ -81,6 +84,7 @@ class VllmEngine:
         self._rules: FirstTokenRules | None = None
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
+        self._adapters = Adapters(lambda adapter: self._client.add_lora_async(adapter))
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -138,6 +142,15 @@ class VllmEngine:
             await self._client.add_request_async(request)
         except EngineDeadError as exc:
             raise Refused("the engine's process has ended", elsewhere=True) from exc
+
+    async def _loaded(self, adapter: Adapter | None) -> tuple[Adapter, LoRARequest] | None:
+        """The request's adapter in this engine. Raises Refused."""
+        if adapter is None:
+            return None
+        if self.config.lora_config is None:
+            why = "this worker serves no LoRA adapters: set enable-lora for the workers"
+            raise Refused(why, elsewhere=True)
+        return await self._adapters.load(adapter)
 
     async def _next(self) -> EngineCoreOutputs | None:
         """Waits for one step's outputs; None if the engine is being closed."""

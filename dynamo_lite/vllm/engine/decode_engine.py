@@ -41,8 +41,7 @@ class VllmDecodeEngine(VllmEngine):
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused if this engine cannot take the request. If it is cancelled, the caller
         must abort the request."""
-        timed = self._engine_config is not None
-        made = requests.generation(request, self.config.model_config, timed=timed)
+        made = await self._engine_request(request)
         self._check_backend(made)
         made.request_id = self._ids.enter(request.request_id)
         if self._first_tokens is not None:
@@ -54,6 +53,15 @@ class VllmDecodeEngine(VllmEngine):
             raise
         # After a cancel the engine's process may already have the request, and `abort` needs its
         # name.
+
+    async def _engine_request(self, request: GenerateRequest) -> EngineCoreRequest:
+        """Raises Refused."""
+        return requests.generation(
+            request,
+            self.config.model_config,
+            connected=self._engine_config is not None,
+            loaded=await self._loaded(request.adapter),
+        )
 
     def _check_backend(self, made: EngineCoreRequest) -> None:
         """Raises Refused for a grammar that was checked for another backend than the engine's."""
@@ -125,8 +133,7 @@ class VllmDecodeEngine(VllmEngine):
         self._first_tokens.go_on(own, request)
         await self._abort(before)
         try:
-            timed = self._engine_config is not None
-            made = requests.generation(request, self.config.model_config, timed=timed)
+            made = await self._engine_request(request)
             made.request_id = own
             if self._ids.running(own) is not None:
                 await self._add(made)

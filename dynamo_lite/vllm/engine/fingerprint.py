@@ -58,6 +58,7 @@ def fingerprint(
         "quantization": _quantization(model),
         "weights": weights_print(config.model_config, config.load_config),
         "speculation": _speculation(config),
+        "lora": _lora(config),
         "layers": str(getattr(text, "num_hidden_layers", "")),
         "kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
@@ -88,6 +89,20 @@ def _of_the_model(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return [_of_the_model(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _lora(config: VllmConfig) -> str:
+    """How adapters are computed; "" without them. Adapters themselves are compared per job."""
+    lora = config.lora_config
+    if lora is None:
+        return ""
+    factors = {
+        "max_lora_rank": lora.max_lora_rank,
+        "lora_dtype": str(lora.lora_dtype),
+        "fully_sharded_loras": lora.fully_sharded_loras,
+        "target_modules": sorted(lora.target_modules or ()),
+    }
+    return json.dumps(factors)
 
 
 def _speculation(config: VllmConfig) -> str:

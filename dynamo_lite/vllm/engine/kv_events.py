@@ -53,9 +53,9 @@ def followed(engine: VllmConfig, on_drop: OnDrop = uncounted) -> "VllmKvEvents |
 class VllmKvEvents:
     """The blocks that one engine holds, according to its events. Implements `KvEvents`.
 
-    Blocks whose KV depends on more than tokens and cache salt (images, prompt embeddings) get no
-    hash, and neither do the blocks behind them. For a model with several groups of layers, only
-    blocks of the first group are followed. engine: with `kv_events_config`.
+    Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
+    embeddings) get no hash, and neither do the blocks behind them. For a model with several groups
+    of layers, only blocks of the first group are followed. engine: with `kv_events_config`.
     """
 
     def __init__(self, engine: VllmConfig, on_drop: OnDrop):
@@ -135,7 +135,7 @@ class VllmKvEvents:
         salt, count = _plain_blocks(event)
         if not count:
             return []
-        parent, chain = root_hash(salt), list[ChainHash]()
+        parent, chain = root_hash(salt, event.lora_name), list[ChainHash]()
         if (name := event.parent_block_hash) is not None:
             parent = self._held.get(name, (None, 0))[0]
         fits = len(event.token_ids) == len(event.block_hashes) * event.block_size
@@ -163,9 +163,9 @@ class VllmKvEvents:
 def _plain_blocks(event: BlockStored) -> tuple[str | None, int]:
     """The cache salt of a prompt's first block, and how many of the event's blocks get a hash."""
     salt, blocks = None, len(event.block_hashes)
-    if event.lora_name is not None:
-        return salt, 0
-    keys = [list(own or ()) for own in event.extra_keys or [()] * blocks]
+    # Those of a block begin with the name of its LoRA adapter.
+    own = 0 if event.lora_name is None else 1
+    keys = [list(each or ())[own:] for each in event.extra_keys or [()] * blocks]
     if event.parent_block_hash is None and len(keys[0]) == 1 and isinstance(keys[0][0], str):
         salt = keys[0].pop()
-    return salt, next((count for count, own in enumerate(keys) if own), blocks)
+    return salt, next((count for count, each in enumerate(keys) if each), blocks)

@@ -47,11 +47,13 @@ class VllmPrefillEngine(VllmEngine):
     ) -> AttemptOutcome:
         """Runs one attempt; `run_prefills` must be running.
 
-        Raises Refused for a prompt that this engine cannot take.
+        Raises Refused for a prompt that this engine cannot take, or an adapter that it does not
+        have.
         """
-        sampled = self._samples(job)
+        sampled, loaded = self._samples(job), await self._loaded(job.adapter)
         model = self.config.model_config
-        request = requests.prefill(job, target, cell, model, first_token=sampled)
+        lora = None if loaded is None else loaded[1]
+        request = requests.prefill(job, target, cell, model, first_token=sampled, lora=lora)
         wanted = on_first_token if sampled else None
         return await self._attempts.run(job.attempt, self._add(request), wanted)
 

@@ -11,7 +11,7 @@ import logging
 import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NoReturn
@@ -20,7 +20,7 @@ import vllm.envs as envs
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -36,6 +36,13 @@ from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
 from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes
+from dynamo_lite.vllm.frontend.graph_adapters import (
+    LOAD,
+    UNLOAD,
+    AdapterStore,
+    GraphAdapters,
+    add_routes,
+)
 from dynamo_lite.vllm.frontend.intake import OpenIntake
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
@@ -85,6 +92,7 @@ def parse_args(flags: Sequence[str]) -> Namespace:
     assert args is not None  # typed as optional by vLLM
     if args.model_tag is not None:
         args.model = args.model_tag
+    args.enable_lora = args.enable_lora or bool(args.lora_modules)
     try:
         for plugin, load in (
             (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
@@ -118,6 +126,8 @@ def frontend_config(args: Namespace) -> VllmConfig:
             outputs.backend = "xgrammar"
         config = VllmConfig(
             model_config=model_config,
+            # Allows requests with adapters; what else it says is read by workers only.
+            lora_config=LoRAConfig() if args.enable_lora else None,
             structured_outputs_config=outputs,
             observability_config=engine_args.create_observability_config(),
             logging_config=engine_args.create_logging_config(),
@@ -131,10 +141,14 @@ def frontend_config(args: Namespace) -> VllmConfig:
     return config
 
 
-def drop_invocations(app: FastAPI) -> None:
-    """SageMaker's route validates by itself, and collects all errors of a body."""
+#: SageMaker's route validates by itself, and collects all errors of a body. The others know nothing
+#: of other Frontends, and take any path.
+_NOT_SERVED = frozenset({"/invocations", LOAD, UNLOAD})
+
+
+def drop_routes(app: FastAPI) -> None:
     routes = app.router.routes
-    routes[:] = [route for route in routes if getattr(route, "path", None) != "/invocations"]
+    routes[:] = [route for route in routes if getattr(route, "path", None) not in _NOT_SERVED]
 
 
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
@@ -154,14 +168,18 @@ async def open_app(
     max_timeout_s: float = 3600.0,
     max_body_bytes: int | None = None,
     tracer: Tracer | None = None,
+    adapters: AdapterStore | None = None,
 ) -> AsyncIterator[OpenAiApp]:
     """Runs the app while the context is open. Raises ConfigError or StartupError.
 
     open_intake: called once.
     default_timeout_s, max_timeout_s, tracer: for each request, see `Edge`.
     max_body_bytes: largest body of a request; None for the result of `body_limit`.
+    adapters: where those are recorded that clients have loaded.
     """
     args = parse_args(flags)
+    if adapters is not None and adapters.folder is not None:
+        args.enable_lora = True
     http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
     # In a thread: a model from the hub may have to be downloaded first.
     config = await asyncio.to_thread(frontend_config, args)
@@ -176,12 +194,19 @@ async def open_app(
         RemoteEngineClient, config, core, log_stats=stats, log_requests=requests
     )
     client.start()
-    try:
+    stack = AsyncExitStack()
+    stack.push_async_callback(client.close)
+    async with stack:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
-        drop_invocations(app)
-        fail_fast_routes(app)
+        drop_routes(app)
         await init_app_state(client, app.state, args, tasks)
+        if adapters is not None and args.enable_lora:
+            models = GraphAdapters(adapters, app.state.openai_serving_models, client)
+            await stack.enter_async_context(models.following())
+            if adapters.folder is not None:
+                add_routes(app, models)
+        fail_fast_routes(app)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
             max_body_bytes = body_limit(client.model_config.max_model_len)
@@ -199,8 +224,6 @@ async def open_app(
             api_key=keys[0] if keys else None,
             http=http,
         )
-    finally:
-        await client.close()
 
 
 #: Paths without a key: health and metrics of the server.

@@ -1,7 +1,7 @@
 """vLLM's engine-core client; the workers of this Frontend take the place of the engine core.
 
 It passes requests to the intake, and deltas and ends to vLLM's output processor in order.
-What only an engine can do (sleep, profile, LoRA, weights) stays vLLM's NotImplementedError,
+What only an engine can do (sleep, profile, weights) stays vLLM's NotImplementedError,
 which its app answers with 501.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from vllm.lora.request import LoRARequest
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -73,6 +74,10 @@ class RemoteCore(EngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         await self._intake.abort(request_ids)
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Each worker loads an adapter at its first request with it."""
+        return True
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """One engine step of one worker."""

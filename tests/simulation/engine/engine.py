@@ -16,7 +16,12 @@ from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome, EngineLoad, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
 from dynamo_lite.disagg.request_ids import RequestIds
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit, with_first_token
+from dynamo_lite.disagg.transfer_params import (
+    PrefillJobParams,
+    pack,
+    decode_params,
+    with_first_token,
+)
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     EngineDied,
@@ -122,12 +127,12 @@ class SimEngine:
             self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
             return
         max_tokens = min(left, self._setup.config.max_model_len - len(prompt))
-        limit = time_limit(request.timeout_s, self._setup.clock.monotonic())
+        transfer = decode_params(request.timeout_s, self._setup.clock.monotonic())
         if max_tokens > 1 and (sampling.greedy or sampling.seed is not None):
             self._first_tokens.expect(own, request, frozenset())
             drawn = FirstTokenSampling(temperature=sampling.temperature, seed=sampling.seed)
-            limit = with_first_token(limit, drawn)
-        self._add(own, request, prompt, sampling, max_tokens, limit)
+            transfer = with_first_token(transfer, drawn)
+        self._add(own, request, prompt, sampling, max_tokens, transfer)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._engine is not None:

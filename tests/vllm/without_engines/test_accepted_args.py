@@ -34,7 +34,7 @@ READ_LATER = {
 #: Refused arguments that vLLM has from 0.32 on.
 _SINCE_32 = {"custom-histogram-buckets", "grpc-port", "sleep-mode-offload-cudagraph"}
 LATER = _SINCE_32 if vllm_minor() < 32 else set[str]()
-#: Read in `EngineArgs.__post_init__`, or with `enable-lora`, which is refused.
+#: Read in `EngineArgs.__post_init__`.
 READ_AT_ONCE = {"enable-return-routed-experts"}
 
 
@@ -107,7 +107,7 @@ async def test_what_the_frontend_takes_is_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_worker_takes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    args = AsyncEngineArgs(model=str(write_model(tmp_path)), max_model_len=256)
+    args = AsyncEngineArgs(model=str(write_model(tmp_path)), max_model_len=256, enable_lora=True)
     with reads_of_engine_args(monkeypatch) as read:
         args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     assert sorted(accepted("engine") - read - READ_AT_ONCE) == []
@@ -119,7 +119,7 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
     from dynamo_lite.vllm import accepted_args as tables
 
     known = arguments(kind)
-    own = tables._FRONTEND if kind == "frontend" else tables._ENGINE
+    own = tables._FRONTEND if kind == "frontend" else {*tables._ENGINE} - {"lora-modules"}
     assert sorted({*own} - set(known) - LATER) == []
     assert sorted({*tables._BOTH} - set(arguments("frontend")) - LATER) == []
 
@@ -128,8 +128,12 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
     ("kind", "key", "value", "says"),
     [
         ("frontend", "uds", "/tmp/x", "listens on TCP"),
-        ("frontend", "enable-lora", True, "LoRA adapters are not served"),
-        ("engine", "enable-lora", True, "LoRA adapters are not served"),
+        ("frontend", "enable-lora", True, ""),
+        ("frontend", "lora-modules", ["a=/a"], ""),
+        ("engine", "enable-lora", True, ""),
+        ("engine", "max-loras", 2, ""),
+        ("engine", "lora-modules", ["a=/a"], "section of the Frontend"),
+        ("engine", "enable-tower-connector-lora", True, "of this kind are not served"),
         ("engine", "kv-transfer-config", {}, "set by dynamo-lite itself"),
         ("engine", "kv-events-config", {}, "set by dynamo-lite itself"),
         ("frontend", "grpc", True, "gRPC is not served"),
@@ -139,7 +143,7 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
         ("frontend", "gpu-memory-utilization", 0.5, "sections of the workers"),
         ("frontend", "max-num-seqs", 2, "sections of the workers"),
         ("frontend", "ssl-keyfile", "key.pem", "does nothing without ssl-certfile"),
-        ("frontend", "max-lora-rank", 8, "LoRA"),
+        ("frontend", "max-lora-rank", 8, "sections of the workers"),
         ("engine", "stream-interval", 2, "section of the Frontend"),
         ("engine", "disable-log-stats", True, "section of the Frontend"),
         ("engine", "return-sampling-mask", True, "not sent to clients"),

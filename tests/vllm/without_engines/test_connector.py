@@ -16,7 +16,6 @@ from dynamo_lite.vllm.engine.free_blocks import FreeRuns
 PLAIN = {
     "skip_reading_prefix_cache": False,
     "mm_features": [],
-    "lora_request": None,
     "prompt_embeds": None,
 }
 
@@ -27,7 +26,6 @@ PLAIN = {
         {},
         {"skip_reading_prefix_cache": True},
         {"mm_features": ["image"]},
-        {"lora_request": "lora"},
         {"prompt_embeds": "embeds"},
     ],
 )

@@ -92,6 +92,16 @@ def test_the_salt_is_part_of_the_hashes(engine: Engine):
     assert engine(stored(2, 3)) == [KvStored(hashes=chain[2:])]
 
 
+def test_an_adapters_name_is_part_of_the_hashes(engine: Engine):
+    chain = chain_hashes(TOKENS, BLOCK, cache_salt="s", adapter="one")
+    keys = [("one", "s"), ("one",)]
+    assert engine(stored(0, 2, extra_keys=keys, lora_name="one")) == [KvStored(hashes=chain[:2])]
+    last = stored(2, 3, extra_keys=[("one",)], lora_name="one")
+    assert engine(last) == [KvStored(hashes=chain[2:])]
+    plain = chain_hashes(TOKENS, BLOCK), chain_hashes(TOKENS, BLOCK, cache_salt="one")
+    assert not {*chain} & {*plain[0], *plain[1]}
+
+
 def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     """Images: the blocks before them have names, they and those behind do not."""
     image = [None, (("image", 3),), None]
@@ -99,7 +109,6 @@ def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     assert engine(stored(2, 3)) == []
     assert engine(removed(102, 101)) == []
     assert engine(stored(0, 1, extra_keys=[(("image", 0),)])) == []
-    assert engine(stored(0, 1, extra_keys=[("adapter",)], lora_name="adapter")) == []
 
 
 def test_other_groups_sizes_and_unknown_parents_are_left_out(engine: Engine):

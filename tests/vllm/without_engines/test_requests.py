@@ -10,14 +10,15 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from dynamo_lite.disagg.transfer_params import time_left_s
+from dynamo_lite.disagg.transfer_params import adapter_of, time_left_s
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import Adapter, GenerateRequest
 from dynamo_lite.request_plane.migration import Continue
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.requests import generate_request, generation, prefill
@@ -100,7 +101,6 @@ def test_a_request_arrives_as_it_was():
     [
         {"sampling_params": None},
         {"mm_features": [object()]},
-        {"lora_request": object()},
         {"resumable": True},
         {"request_id": "x" * 250},
     ],
@@ -123,15 +123,28 @@ def test_generated_tokens_go_into_the_prompt_and_out_of_the_limits():
 def test_a_connector_knows_how_much_time_is_left():
     sent = message([4, 5], temperature=0, extra_args={"mine": 1})
     before = time.monotonic()
-    got = Request.from_engine_core_request(generation(sent, MODEL, timed=True), None)
+    got = Request.from_engine_core_request(generation(sent, MODEL, connected=True), None)
     assert 2.4 < time_left_s(got, before) < 3.0
     assert got.sampling_params.extra_args["mine"] == 1
     for untimed in (
         generation(sent, MODEL),
-        generation(msgspec.structs.replace(sent, timeout_s=None), MODEL, timed=True),
+        generation(msgspec.structs.replace(sent, timeout_s=None), MODEL, connected=True),
     ):
         request = Request.from_engine_core_request(untimed, None)
         assert time_left_s(request, before) == math.inf
+
+
+def test_an_adapter_travels_to_the_engine_and_on_to_a_prefill_worker():
+    asked = core_request(SamplingParams(), lora_request=LoRARequest("a", 7, "/adapters/a"))
+    sent, _ = generate_request(asked, None)
+    assert sent.adapter == Adapter(name="a", path="/adapters/a")
+    loaded = msgspec.structs.replace(sent.adapter, digest="d"), LoRARequest("a", 2, "/adapters/a")
+    got = Request.from_engine_core_request(
+        generation(sent, MODEL, connected=True, loaded=loaded), None
+    )
+    assert got.lora_request.lora_int_id == 2
+    assert adapter_of(got) == loaded[0]
+    assert time_left_s(got, time.monotonic()) == math.inf
 
 
 def test_without_a_limit_the_models_length_is_it():

@@ -82,9 +82,11 @@ class Frontend:
     async def _open_app(self, host: Host) -> "OpenAiApp":
         # After the checks of the port and of etcd, because it takes seconds.
         await import_in_thread("dynamo_lite.vllm.frontend.openai_app")
+        from dynamo_lite.vllm.frontend.graph_adapters import AdapterStore
         from dynamo_lite.vllm.frontend.openai_app import open_app
 
         config = self._config
+        adapters = AdapterStore(host.store, self._spec.namespace, config.adapter_folder, host.drops)
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
@@ -93,6 +95,7 @@ class Frontend:
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,
                 tracer=host.tracer,
+                adapters=adapters,
             )
         )
 

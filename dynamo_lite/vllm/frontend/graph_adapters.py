@@ -1,0 +1,193 @@
+"""LoRA adapters that clients load and unload, for all Frontends of a graph.
+
+The routes are vLLM's: /v1/load_lora_adapter and /v1/unload_lora_adapter. An adapter has a record in
+the store without a lease, and each Frontend enters the recorded ones into its list of models.
+"""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from vllm import SamplingParams
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.generate import Adapter
+from dynamo_lite.runtime.drops import OnDrop
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
+from dynamo_lite.runtime.tasks import running
+from dynamo_lite.vllm.frontend.edge import http_error
+
+logger = logging.getLogger(__name__)
+
+#: PEFT's configuration of an adapter.
+CONFIG = "adapter_config.json"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@dataclass(frozen=True)
+class AdapterStore:
+    """Where the adapters of a graph are recorded.
+
+    folder: clients may load adapters below it; None: they may load none.
+    """
+
+    store: Store
+    namespace: str
+    folder: str | None
+    on_drop: OnDrop
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and not Path(self.folder).is_absolute():
+            raise ConfigError([f"Frontend.adapter-folder: {self.folder} is no absolute path"])
+
+
+class GraphAdapters:
+    """models: the Frontend's list of models. client: sends requests to the workers."""
+
+    def __init__(self, records: AdapterStore, models: OpenAIServingModels, client: EngineClient):
+        self._store, self._folder = records.store, records.folder
+        self._namespace, self._on_drop = records.namespace, records.on_drop
+        self._prefix = names.adapters_prefix(records.namespace)
+        self._models, self._client = models, client
+        #: Those that this Frontend has entered for a record, by key.
+        self._entered: dict[str, Adapter] = {}
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Entering waits for the recorded adapters. Raises StoreUnavailable."""
+        async with self._store.watch(self._prefix) as events:
+            await self._take(await first_event(events, self._prefix))
+            async with running(self._follow(events), name="adapters"):
+                yield
+
+    async def load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
+        """Answers when one worker has loaded the adapter.
+
+        Raises VLLMError when the path is not allowed, no worker can load it, or the store is away.
+        """
+        adapter = self._asked(request)
+        answer = await self._models.load_lora_adapter(request)
+        if isinstance(answer, ErrorResponse):
+            return answer
+        try:
+            await self._try(adapter)
+            key = names.adapter_key(self._namespace, adapter.name)
+            if not await self._store.create(key, encode_json(adapter)):
+                raise VLLMValidationError(f"another LoRA adapter {adapter.name!r} is being loaded")
+        except BaseException as exc:
+            await self._leave(adapter.name)
+            if isinstance(exc, DynamoLiteError):
+                raise http_error(exc) from exc
+            raise
+        return answer
+
+    async def unload(self, request: UnloadLoRAAdapterRequest) -> str:
+        """Raises VLLMError for an adapter that no client has loaded, or when the store is away."""
+        name = request.lora_name
+        try:
+            there = await self._store.delete(names.adapter_key(self._namespace, name))
+        except DynamoLiteError as exc:
+            raise http_error(exc) from exc
+        if not there:
+            raise VLLMValidationError(f"no client has loaded a LoRA adapter {name!r}")
+        await self._leave(name)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _asked(self, request: LoadLoRAAdapterRequest) -> Adapter:
+        """Raises VLLMValidationError."""
+        if request.load_inplace or request.is_3d_lora_weight:
+            raise VLLMValidationError(
+                "load_inplace and is_3d_lora_weight are not served here: load changed files under"
+                " another name"
+            )
+        assert self._folder is not None
+        folder, path = Path(self._folder).resolve(), Path(request.lora_path)
+        why = ""
+        if not path.is_absolute() or folder not in path.resolve().parents:
+            why = f"is not below {self._folder} (Frontend.adapter-folder)"
+        elif folder.is_dir() and not (path / CONFIG).is_file():
+            # Where the folder is not on this host, the worker finds out.
+            why = f"has no file {CONFIG}"
+        if why:
+            raise VLLMValidationError(f"lora_path {str(path)!r} {why}", parameter="lora_path")
+        return Adapter(name=request.lora_name, path=str(path))
+
+    async def _try(self, adapter: Adapter) -> None:
+        """Has a worker load the adapter. Raises VLLMError."""
+        lora = LoRARequest(adapter.name, 1, adapter.path)
+        prompt = TokensPrompt(prompt_token_ids=[0])
+        params, request_id = SamplingParams(max_tokens=1), f"adapter-{uuid4().hex}"
+        async for _ in self._client.generate(prompt, params, request_id, lora_request=lora):
+            pass
+
+    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
+        async for event in events:
+            await self._take(event)
+
+    async def _take(self, event: WatchEvent) -> None:
+        match event:
+            case Snapshot(entries):
+                for key in self._entered.keys() - entries.keys():
+                    await self._leave(self._entered.pop(key).name)
+                for key, value in entries.items():
+                    await self._enter(key, value)
+            case Put(key, value):
+                await self._enter(key, value)
+            case Delete(key):
+                if (entered := self._entered.pop(key, None)) is not None:
+                    await self._leave(entered.name)
+
+    async def _enter(self, key: str, value: bytes) -> None:
+        try:
+            adapter = decode_json(value, Adapter)
+            if key != names.adapter_key(self._namespace, adapter.name):
+                raise ProtocolError("its key does not match its content")
+        except ProtocolError as exc:
+            logger.warning("skipped the malformed record at %s: %s", key, exc)
+            self._on_drop("record")
+            return
+        if (before := self._entered.get(key)) == adapter:
+            return
+        if before is not None:
+            await self._leave(adapter.name)
+        self._entered[key] = adapter
+        asked = LoadLoRAAdapterRequest(lora_name=adapter.name, lora_path=adapter.path)
+        answer = await self._models.load_lora_adapter(asked)
+        own = self._models.lora_requests.get(adapter.name)
+        if isinstance(answer, ErrorResponse) and (own is None or own.lora_path != adapter.path):
+            logger.warning("LoRA adapter of %s: %s", key, answer.error.message)
+
+    async def _leave(self, name: str) -> None:
+        """Takes an adapter from the list of models, if it is there."""
+        await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+
+def add_routes(app: FastAPI, adapters: GraphAdapters) -> None:
+    router = APIRouter()
+
+    @router.post(LOAD)
+    async def load(request: LoadLoRAAdapterRequest) -> Response:
+        answer = await adapters.load(request)
+        if isinstance(answer, ErrorResponse):
+            return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+        return PlainTextResponse(answer)
+
+    @router.post(UNLOAD)
+    async def unload(request: UnloadLoRAAdapterRequest) -> Response:
+        return PlainTextResponse(await adapters.unload(request))
+
+    app.include_router(router)
