@@ -10,10 +10,10 @@ import pytest
 from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
+    decode_params,
     first_token_sampling,
     pack,
     time_left_s,
-    decode_params,
     unpack,
     with_first_token,
 )

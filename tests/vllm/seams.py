@@ -35,7 +35,7 @@ MEMBERS: dict[str, tuple[str, str]] = {
     ),
     "vllm.v1.request:Request": (
         "request_id status priority num_computed_tokens num_prompt_tokens prompt_token_ids"
-        " block_hashes kv_transfer_params cache_salt lora_request mm_features prompt_embeds"
+        " block_hashes kv_transfer_params cache_salt mm_features prompt_embeds"
         " skip_reading_prefix_cache prefill_stats events",
         "disagg/decode/, disagg/prefill/scheduler.py",
     ),
@@ -63,6 +63,14 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "_run_output_handler _add_request check_admission shutdown output_handler engine_core"
         " output_processor input_processor",
         "vllm/frontend/remote_client.py",
+    ),
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels": (
+        "load_lora_adapter unload_lora_adapter lora_requests",
+        "vllm/frontend/graph_adapters.py",
+    ),
+    "vllm.config.lora:LoRAConfig": (
+        "max_lora_rank lora_dtype fully_sharded_loras target_modules",
+        "vllm/engine/fingerprint.py",
     ),
     "vllm.v1.engine.output_processor:OutputProcessor": (
         "request_states abort_requests",

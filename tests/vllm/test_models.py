@@ -5,7 +5,10 @@ A pair of a decode and a prefill worker for each, in a namespace of its own and 
 Frontend. What is right is what the decode worker generates alone.
 """
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +16,11 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
-from tests.vllm.graph import MODEL, Graph, eventually, together
+from tests.vllm.graph import MODEL, Graph, eventually, reached, sample_sum, together
 from tests.vllm.models import model_of
 from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
+from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -37,6 +41,8 @@ class Worker(Graph):
         if model == "eagle":
             drafts = {"method": "eagle", "model": str(made), "num_speculative_tokens": 2}
             made, changes["speculative-config"] = MODEL, drafts
+            if service == "PrefillWorker":
+                changes["max-num-batched-tokens"] = 64  # long enough to be killed half-way
         super().__init__(
             directory / f"{model}-{service}",
             options=[
@@ -97,6 +103,25 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
     if model == "sliding":
         sent = prefill.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
         assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
+
+
+async def test_a_prefill_worker_with_drafts_that_is_killed_half_way(workers, etcd_url: str):
+    decode, prefill = workers["eagle"]
+    prompt, killed = prompt_ids(6000, seed=1150), prefill.process("PrefillWorker")
+    async with Direct(etcd_url, "eagle") as direct:
+        alone = await direct.tokens(prompt, local=True, max_tokens=12)
+        before = sample_sum(killed.status_url, COMPUTED)
+        answer = asyncio.create_task(direct.tokens(prompt, max_tokens=12))
+        await reached(
+            lambda: sample_sum(killed.status_url, COMPUTED) - before > 0.3 * len(prompt),
+            timeout_s=60,
+            what="a part of the prompt is computed",
+        )
+        assert not answer.done()
+        os.kill(killed.pid, signal.SIGKILL)
+        assert await answer == alone
+    assert decode.count("VllmWorker", REMOTE, outcome="committed") == len(LENGTHS)
+    assert not decode.errors()
 
 
 def test_a_hybrid_model_is_refused_at_its_start(tmp_path: Path, servers: list[str]):

@@ -18,8 +18,8 @@ from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
 from dynamo_lite.disagg.request_ids import RequestIds
 from dynamo_lite.disagg.transfer_params import (
     PrefillJobParams,
-    pack,
     decode_params,
+    pack,
     with_first_token,
 )
 from dynamo_lite.protocol import names
