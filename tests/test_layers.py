@@ -66,8 +66,8 @@ BUDGET = {
     "dynamo_lite/planner": 2_131,
     "dynamo_lite/serve": 5_728,
     "dynamo_lite/cli": 2_842,
-    "tests": 55_429,
-    "tests/simulation": 8_560,
+    "tests": 55_461,
+    "tests/simulation": 8_547,
 }
 SLACK = 50
 

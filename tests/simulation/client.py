@@ -211,12 +211,10 @@ class CancelWatch:
 
     #: Virtual time.
     now: Callable[[], float]
-    #: Returns when the caller of a request has cancelled it, or None.
-    began_at: Callable[[SimRequest], float | None]
     counts: Counter[str]
-    #: Longest time of a cancel from a caller to a prefill worker.
+    #: Longest time of a cancel, from the decode engine's abort between two steps to the writer.
     longest_s: float = 0.0
-    #: Attempts with a cancel in flight: when it began, and the engine that was asked to abort.
+    #: Attempts with a cancel in flight: when it began, and the engine that aborts.
     _under_way: dict[str, tuple[float, SimEngineProcess]] = field(
         default_factory=dict[str, tuple[float, SimEngineProcess]]
     )
@@ -235,8 +233,7 @@ class CancelWatch:
             self.counts[f"abort {_place(request, state)}"] += 1
             if state is AttemptState.HELD and attempt is not None and halves.writes(attempt):
                 self.counts["cancels sent to writers"] += 1
-                began = self.began_at(request)
-                self._under_way[attempt] = self.now() if began is None else began, engine
+                self._under_way[attempt] = self.now(), engine
 
     def ended(self, attempt: str) -> float | None:
         """The renewal of the attempt's claim was refused, or its writer is done. Returns how long
@@ -321,14 +318,6 @@ class RequestJudge:
                     f"request {story.ask.request_id} of {client} ended {over_s:.3f} s after its"
                     f" deadline: {story.ends[0]}"
                 )
-
-    def cancelled_at(self, request: SimRequest) -> float | None:
-        """When the caller of an engine's request left; None if it has not cancelled it."""
-        name = request.request_id.partition("~")[0]
-        for _, story in reversed(self._stories):
-            if story.ask.request_id == name and story.began_at <= request.arrived:
-                return story.ended_at if story.ends[:1] == ["cancelled"] else None
-        return None
 
 
 def _kind(story: Story) -> str:
