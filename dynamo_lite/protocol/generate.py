@@ -20,6 +20,10 @@ Timestamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
+#: How long a worker may load an adapter before it answers the first request with it.
+ADAPTER_LOAD_S = 60.0
+
+
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A LoRA adapter (https://arxiv.org/abs/2106.09685).
 

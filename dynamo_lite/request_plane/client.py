@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from dynamo_lite.protocol.errors import Refused, Unavailable
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import ADAPTER_LOAD_S, GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
@@ -30,7 +30,7 @@ class RemoteGenerateClient:
     client_id: at most 100 characters, unique among the worker's clients. Each connection gets
         an id of its own, derived from this one.
     on_deltas, on_lost: see `base.py`.
-    request_timeout_s: timeout of a worker's reply to a request.
+    request_timeout_s: timeout of a worker's reply to a request, beside the load of an adapter.
     certificates: of this process, for workers with TLS. component: the workers', which their
         certificates must name.
     """
@@ -82,7 +82,10 @@ class RemoteGenerateClient:
         connection = await self._connection(member.transport)
         if any(connection.runs(request.request_id) for connection in self._connections.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
-        await connection.submit(request, self._request_timeout_s)
+        timeout_s = self._request_timeout_s
+        if request.adapter is not None:
+            timeout_s += ADAPTER_LOAD_S
+        await connection.submit(request, timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Cancels requests; no delta of them follows. Unknown and finished ids are ignored."""

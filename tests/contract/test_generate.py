@@ -13,6 +13,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Refused, Unavailable
 from dynamo_lite.protocol.generate import (
     Accepted,
+    Adapter,
     Cancel,
     Deltas,
     Hello,
@@ -180,6 +181,20 @@ async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
         remote.engine.gate.set()
         await eventually(lambda: "a" in remote.engine.aborted)
         assert await remote.server.wait_idle(5)
+
+
+async def test_the_load_of_an_adapter_does_not_count_as_silence(remote: Setup):
+    client = RemoteGenerateClient(
+        "hasty", remote.outputs.on_deltas, remote.outputs.on_lost, request_timeout_s=0.05
+    )
+    remote.engine.gate = asyncio.Event()
+    request = generate_request("a", adapter=Adapter(name="l", path="/l"))
+    async with client:
+        submitting = asyncio.create_task(client.submit(remote.member, request))
+        await asyncio.wait({submitting}, timeout=0.2)
+        assert not submitting.done()
+        remote.engine.gate.set()
+        await submitting
 
 
 async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):

@@ -8,6 +8,7 @@ engine's process.
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,63 +17,93 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.generate import Adapter
+from dynamo_lite.protocol.generate import ADAPTER_LOAD_S, Adapter
+from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.vllm.engine.weights import digest
 
-_LOAD_S = 120.0
 #: Files of an adapter that vLLM loads: its configuration, and the first kind of weights.
 _CONFIG, _WEIGHTS = "adapter_config.json", ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    #: With the digest of the files.
+    adapter: Adapter
+    request: LoRARequest
+    #: Size and time of each file.
+    files: list[tuple[str, int, int]]
 
 
 class Adapters:
     """add: loads an adapter into the engine, and raises what the engine says against it."""
 
     def __init__(self, add: Callable[[LoRARequest], Awaitable[object]]):
-        self._add = add
-        self._one_at_a_time = asyncio.Lock()
-        #: Each try has a number of its own: one that was cancelled may have loaded its adapter.
+        self._add, self._tasks = add, OwnedTasks()
+        #: Each try has a number of its own: one that was late may have loaded its adapter.
         self._numbers = itertools.count(1)
-        #: By name and path. Its digest is that of the files when they were loaded.
-        self._loaded: dict[tuple[str, str], tuple[Adapter, LoRARequest]] = {}
+        #: By name and path.
+        self._loads: dict[tuple[str, str], asyncio.Task[_Loaded | Refused]] = {}
 
     async def load(self, adapter: Adapter) -> tuple[Adapter, LoRARequest]:
         """Returns the adapter with its digest, and vLLM's name of it.
 
-        Raises Refused if the engine cannot load it, or if its files differ from the given digest.
+        Raises Refused if the engine cannot load it, if its files have changed since it was loaded,
+        or if they differ from the given digest.
         """
         key = adapter.name, adapter.path
-        if key not in self._loaded:
-            async with self._one_at_a_time:
-                if key not in self._loaded:
-                    self._loaded[key] = await self._load(adapter)
-        found, request = self._loaded[key]
-        if adapter.digest not in ("", found.digest):
+        if key not in self._loads:
+            name = f"load the LoRA adapter {adapter.name}"
+            self._loads[key] = self._tasks.start(self._try(adapter), name=name)
+        task = self._loads[key]
+        loaded = await asyncio.shield(task)
+        if isinstance(loaded, Refused):
+            if self._loads.get(key) is task:
+                del self._loads[key]
+            raise loaded
+        # vLLM loads an adapter again that it has put aside, in a step.
+        if await asyncio.to_thread(_look, adapter.path) != loaded.files:
+            raise _refused(adapter, "its files have changed: load them from another path")
+        if adapter.digest not in ("", loaded.adapter.digest):
             raise _refused(adapter, "its files differ from those of the decode worker")
-        return found, request
+        return loaded.adapter, loaded.request
 
-    async def _load(self, adapter: Adapter) -> tuple[Adapter, LoRARequest]:
+    async def close(self) -> None:
+        await self._tasks.end()
+
+    async def _try(self, adapter: Adapter) -> _Loaded | Refused:
         request = LoRARequest(adapter.name, next(self._numbers), adapter.path)
         try:
-            async with asyncio.timeout(_LOAD_S):
+            async with asyncio.timeout(ADAPTER_LOAD_S):
+                files = await asyncio.to_thread(_look, adapter.path)
                 made = await asyncio.to_thread(_digest, adapter.path)
                 await self._add(request)
-        except EngineDeadError as exc:
-            raise Refused("the engine's process has ended", elsewhere=True) from exc
-        except TimeoutError as exc:
-            raise _refused(adapter, f"it was not loaded within {_LOAD_S:g} s") from exc
+        except EngineDeadError:
+            return Refused("the engine's process has ended", elsewhere=True)
+        except TimeoutError:
+            return _refused(adapter, f"it was not loaded within {ADAPTER_LOAD_S:g} s")
         except OSError as exc:
-            raise _refused(adapter, str(exc)) from exc
+            return _refused(adapter, str(exc))
         except Exception as exc:  # vLLM's client raises no narrower one
             why = str(exc).removeprefix("Call to add_lora method failed: ")
-            raise _refused(adapter, why, elsewhere=False) from exc
-        return msgspec.structs.replace(adapter, digest=made), request
+            return _refused(adapter, why, elsewhere=False)
+        return _Loaded(msgspec.structs.replace(adapter, digest=made), request, files)
+
+
+def _files(path: str) -> list[Path]:
+    folder = Path(get_adapter_absolute_path(path))
+    weights = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+    return [folder / _CONFIG, *weights]
 
 
 def _digest(path: str) -> str:
-    """Raises OSError without its files, and what the hub raises for a name that it does not have"""
-    folder = Path(get_adapter_absolute_path(path))
-    files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
-    return digest([folder / _CONFIG, *files])
+    """Raises OSError without its configuration, and what the hub raises for an unknown name."""
+    return digest(_files(path))
+
+
+def _look(path: str) -> list[tuple[str, int, int]]:
+    """Size and time of each file that is there."""
+    found = [(file.name, file.stat()) for file in _files(path) if file.exists()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def _refused(adapter: Adapter, why: str, *, elsewhere: bool = True) -> Refused:

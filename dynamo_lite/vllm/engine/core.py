@@ -213,6 +213,7 @@ class VllmEngine:
             )
 
     async def _close(self) -> None:
+        await self._adapters.close()
         if self._client is not None:
             client, self._client = self._client, None
             await self._in_thread(client.shutdown)

@@ -1,9 +1,11 @@
 """LoRA adapters that clients load and unload, for all Frontends of a graph.
 
 The routes are vLLM's: /v1/load_lora_adapter and /v1/unload_lora_adapter. An adapter has a record in
-the store without a lease, and each Frontend enters the recorded ones into its list of models.
+the store without a lease, and each Frontend enters the recorded ones into its list of models. One
+whose name the configuration gives to another adapter is not served.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from vllm import SamplingParams
@@ -42,16 +45,16 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 class AdapterStore:
     """Where the adapters of a graph are recorded.
 
-    folder: clients may load adapters below it; None: they may load none.
+    folder: clients may load adapters below it.
     """
 
     store: Store
     namespace: str
-    folder: str | None
+    folder: str
     on_drop: OnDrop
 
     def __post_init__(self) -> None:
-        if self.folder is not None and not Path(self.folder).is_absolute():
+        if not Path(self.folder).is_absolute():
             raise ConfigError([f"Frontend.adapter-folder: {self.folder} is no absolute path"])
 
 
@@ -65,6 +68,8 @@ class GraphAdapters:
         self._models, self._client = models, client
         #: Those that this Frontend has entered for a record, by key.
         self._entered: dict[str, Adapter] = {}
+        #: Held while the list of models is changed.
+        self._changing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -80,51 +85,66 @@ class GraphAdapters:
         Raises VLLMError when the path is not allowed, no worker can load it, or the store is away.
         """
         adapter = self._asked(request)
-        answer = await self._models.load_lora_adapter(request)
-        if isinstance(answer, ErrorResponse):
-            return answer
+        if adapter.name in self._models.lora_requests or self._models.is_base_model(adapter.name):
+            return await self._models.load_lora_adapter(request)  # its error
+        await self._try(adapter)
+        key, value = names.adapter_key(self._namespace, adapter.name), encode_json(adapter)
         try:
-            await self._try(adapter)
-            key = names.adapter_key(self._namespace, adapter.name)
-            if not await self._store.create(key, encode_json(adapter)):
-                raise VLLMValidationError(f"another LoRA adapter {adapter.name!r} is being loaded")
-        except BaseException as exc:
-            await self._leave(adapter.name)
-            if isinstance(exc, DynamoLiteError):
-                raise http_error(exc) from exc
-            raise
-        return answer
+            created = await self._store.create(key, value)
+        except DynamoLiteError as exc:
+            raise http_error(exc) from exc
+        if not created:
+            raise VLLMValidationError(f"a LoRA adapter {adapter.name!r} has already been loaded")
+        async with self._changing:
+            await self._enter(key, value)
+        return f"Success: LoRA adapter '{adapter.name}' added successfully."
 
     async def unload(self, request: UnloadLoRAAdapterRequest) -> str:
         """Raises VLLMError for an adapter that no client has loaded, or when the store is away."""
         name = request.lora_name
+        key = names.adapter_key(self._namespace, name)
         try:
-            there = await self._store.delete(names.adapter_key(self._namespace, name))
+            there = await self._store.delete(key)
         except DynamoLiteError as exc:
             raise http_error(exc) from exc
-        if not there:
+        if not there and key not in self._entered:
             raise VLLMValidationError(f"no client has loaded a LoRA adapter {name!r}")
-        await self._leave(name)
+        async with self._changing:
+            await self._leave(key)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _asked(self, request: LoadLoRAAdapterRequest) -> Adapter:
         """Raises VLLMValidationError."""
         if request.load_inplace or request.is_3d_lora_weight:
             raise VLLMValidationError(
-                "load_inplace and is_3d_lora_weight are not served here: load changed files under"
-                " another name"
+                "load_inplace and is_3d_lora_weight are not served here: load changed files from"
+                " another path"
             )
-        assert self._folder is not None
-        folder, path = Path(self._folder).resolve(), Path(request.lora_path)
-        why = ""
-        if not path.is_absolute() or folder not in path.resolve().parents:
-            why = f"is not below {self._folder} (Frontend.adapter-folder)"
-        elif folder.is_dir() and not (path / CONFIG).is_file():
+        if why := self._unusable(request.lora_path):
+            text = f"lora_path {request.lora_path!r}: {why}"
+            raise VLLMValidationError(text, parameter="lora_path")
+        try:
+            return msgspec.convert(
+                {"name": request.lora_name, "path": request.lora_path}, type=Adapter
+            )
+        except msgspec.ValidationError as exc:
+            raise VLLMValidationError(str(exc)) from exc
+
+    def _unusable(self, text: str) -> str:
+        """Why clients may not load what is at this path; "" if they may."""
+        folder, path = Path(self._folder).resolve(), Path(text)
+        outside = f"it is not below {self._folder} (Frontend.adapter-folder)"
+        if not path.is_absolute() or ".." in path.parts:
+            return outside
+        try:
+            if folder not in path.resolve().parents:
+                return outside
             # Where the folder is not on this host, the worker finds out.
-            why = f"has no file {CONFIG}"
-        if why:
-            raise VLLMValidationError(f"lora_path {str(path)!r} {why}", parameter="lora_path")
-        return Adapter(name=request.lora_name, path=str(path))
+            if folder.is_dir() and not (path / CONFIG).is_file():
+                return f"it has no file {CONFIG}"
+        except (OSError, RuntimeError, ValueError) as exc:
+            return str(exc)
+        return ""
 
     async def _try(self, adapter: Adapter) -> None:
         """Has a worker load the adapter. Raises VLLMError."""
@@ -139,17 +159,20 @@ class GraphAdapters:
             await self._take(event)
 
     async def _take(self, event: WatchEvent) -> None:
+        async with self._changing:
+            await self._apply(event)
+
+    async def _apply(self, event: WatchEvent) -> None:
         match event:
             case Snapshot(entries):
                 for key in self._entered.keys() - entries.keys():
-                    await self._leave(self._entered.pop(key).name)
+                    await self._leave(key)
                 for key, value in entries.items():
                     await self._enter(key, value)
             case Put(key, value):
                 await self._enter(key, value)
             case Delete(key):
-                if (entered := self._entered.pop(key, None)) is not None:
-                    await self._leave(entered.name)
+                await self._leave(key)
 
     async def _enter(self, key: str, value: bytes) -> None:
         try:
@@ -160,20 +183,24 @@ class GraphAdapters:
             logger.warning("skipped the malformed record at %s: %s", key, exc)
             self._on_drop("record")
             return
-        if (before := self._entered.get(key)) == adapter:
+        if self._entered.get(key) == adapter:
             return
-        if before is not None:
-            await self._leave(adapter.name)
-        self._entered[key] = adapter
-        asked = LoadLoRAAdapterRequest(lora_name=adapter.name, lora_path=adapter.path)
-        answer = await self._models.load_lora_adapter(asked)
-        own = self._models.lora_requests.get(adapter.name)
-        if isinstance(answer, ErrorResponse) and (own is None or own.lora_path != adapter.path):
-            logger.warning("LoRA adapter of %s: %s", key, answer.error.message)
+        await self._leave(key)
+        why = self._unusable(adapter.path)
+        if not why:
+            asked = LoadLoRAAdapterRequest(lora_name=adapter.name, lora_path=adapter.path)
+            answer = await self._models.load_lora_adapter(asked)
+            why = answer.error.message if isinstance(answer, ErrorResponse) else ""
+        if why:
+            logger.warning("LoRA adapter of %s is not served: %s", key, why)
+        else:
+            self._entered[key] = adapter
 
-    async def _leave(self, name: str) -> None:
-        """Takes an adapter from the list of models, if it is there."""
-        await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+    async def _leave(self, key: str) -> None:
+        """Takes the adapter of a record from the list of models, if it was entered there."""
+        if (entered := self._entered.pop(key, None)) is not None:
+            left = UnloadLoRAAdapterRequest(lora_name=entered.name)
+            await self._models.unload_lora_adapter(left)
 
 
 def add_routes(app: FastAPI, adapters: GraphAdapters) -> None:

@@ -143,7 +143,7 @@ def frontend_config(args: Namespace) -> VllmConfig:
 
 #: SageMaker's route validates by itself, and collects all errors of a body. The others know nothing
 #: of other Frontends, and take any path.
-_NOT_SERVED = frozenset({"/invocations", LOAD, UNLOAD})
+_NOT_SERVED = frozenset({"/invocations", LOAD, UNLOAD, "/adapters", "/adapters/{adapter_name}"})
 
 
 def drop_routes(app: FastAPI) -> None:
@@ -175,11 +175,10 @@ async def open_app(
     open_intake: called once.
     default_timeout_s, max_timeout_s, tracer: for each request, see `Edge`.
     max_body_bytes: largest body of a request; None for the result of `body_limit`.
-    adapters: where those are recorded that clients have loaded.
+    adapters: where those are recorded that clients load; None: they may load none.
     """
     args = parse_args(flags)
-    if adapters is not None and adapters.folder is not None:
-        args.enable_lora = True
+    args.enable_lora = args.enable_lora or adapters is not None
     http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
     # In a thread: a model from the hub may have to be downloaded first.
     config = await asyncio.to_thread(frontend_config, args)
@@ -201,11 +200,10 @@ async def open_app(
         app = build_app(args, tasks, client.model_config)
         drop_routes(app)
         await init_app_state(client, app.state, args, tasks)
-        if adapters is not None and args.enable_lora:
+        if adapters is not None:
             models = GraphAdapters(adapters, app.state.openai_serving_models, client)
             await stack.enter_async_context(models.following())
-            if adapters.folder is not None:
-                add_routes(app, models)
+            add_routes(app, models)
         fail_fast_routes(app)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:

@@ -85,6 +85,23 @@ async def test_other_files_than_the_decode_workers_are_refused(tmp_path: Path):
         await Adapters(Engine().add).load(found)
 
 
+async def test_files_that_have_changed_since_the_load_are_refused(tmp_path: Path):
+    adapters, path = Adapters(Engine().add), write(tmp_path / "a")
+    adapter = Adapter(name="a", path=path)
+    await adapters.load(adapter)
+    write(tmp_path / "a", "other weights")
+    with pytest.raises(Refused, match="its files have changed"):
+        await adapters.load(adapter)
+
+
+async def test_requests_share_a_load_and_its_error(tmp_path: Path):
+    engine = Engine()
+    engine.error = ValueError("no")
+    adapters, adapter = Adapters(engine.add), Adapter(name="a", path=write(tmp_path / "a"))
+    got = await asyncio.gather(*(adapters.load(adapter) for _ in range(5)), return_exceptions=True)
+    assert all(isinstance(each, Refused) for each in got) and len(engine.asked) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "elsewhere"), [(None, True), (Exception("Call to add_lora method failed: no"), False)]
 )
@@ -163,7 +180,7 @@ async def test_all_frontends_know_an_adapter_until_it_is_unloaded(graph: Graph):
 async def test_another_path_of_a_name_is_taken_over(graph: Graph):
     _, models = await graph.frontend()
     key = names.adapter_key("t", "a")
-    for path in ("/a", "/b"):
+    for path in (write(graph.folder / "a"), write(graph.folder / "b")):
         await graph.store.put(key, encode_json(Adapter(name="a", path=path)))
         await eventually(
             lambda path=path: (
@@ -171,10 +188,11 @@ async def test_another_path_of_a_name_is_taken_over(graph: Graph):
             )
         )
     await graph.store.put(key, b"{}")
-    await graph.store.put(names.adapter_key("t", "b"), encode_json(Adapter(name="c", path="/c")))
-    await graph.store.put(names.adapter_key("t", "d"), encode_json(Adapter(name="d", path="/d")))
+    for name, holds in (("b", ("c", path)), ("e", ("e", "/etc")), ("d", ("d", path))):
+        record = encode_json(Adapter(name=holds[0], path=holds[1]))
+        await graph.store.put(names.adapter_key("t", name), record)
     await eventually(lambda: "d" in models.lora_requests)
-    assert set(models.lora_requests) == {"a", "d"}, "records that are malformed change nothing"
+    assert set(models.lora_requests) == {"a", "d"}, "bad records change nothing"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +202,9 @@ async def test_another_path_of_a_name_is_taken_over(graph: Graph):
         ("{folder}", {}, "is not below"),
         ("{folder}/../other", {}, "is not below"),
         ("{folder}/link", {}, "is not below"),
+        ("{folder}/a/../a", {}, "is not below"),
+        ("{folder}/a\0", {}, "embedded null byte"),
+        ("{folder}/" + 300 * "a", {}, "File name too long"),
         ("{folder}/nothing", {}, "has no file adapter_config.json"),
         ("{folder}/a", {"load_inplace": True}, "load_inplace"),
         ("{folder}/a", {"is_3d_lora_weight": True}, "is_3d_lora_weight"),
@@ -215,6 +236,45 @@ async def test_a_load_that_fails_leaves_nothing(
     with pytest.raises(VLLMError, match=r"rank|away"):
         await adapters.load(asked("a", path))
     assert not models.lora_requests and not await graph.store.get_prefix("t/")
+
+
+async def test_a_record_whose_reply_was_lost_is_served(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+):
+    adapters, models = await graph.frontend()
+    create = graph.store.create
+
+    async def answers_nothing(key: str, value: bytes) -> bool:
+        await create(key, value)
+        raise StoreUnavailable("timeout")
+
+    monkeypatch.setattr(graph.store, "create", answers_nothing)
+    with pytest.raises(VLLMError, match="timeout"):
+        await adapters.load(asked("a", write(graph.folder / "a")))
+    await eventually(lambda: "a" in models.lora_requests)
+
+
+async def test_two_frontends_that_load_the_same_adapter_both_serve_it(graph: Graph):
+    path = write(graph.folder / "a")
+    (one, first), (two, second) = await graph.frontend(), await graph.frontend()
+    loads = [each.load(asked("a", path)) for each in (one, two)]
+    answers = await asyncio.gather(*loads, return_exceptions=True)
+    refused = [each for each in answers if isinstance(each, VLLMValidationError)]
+    assert len(refused) == 1 and "has already been loaded" in str(refused[0])
+    await eventually(lambda: "a" in first.lora_requests and "a" in second.lora_requests)
+
+
+async def test_a_record_neither_replaces_nor_removes_an_adapter_of_the_configuration(graph: Graph):
+    adapters, models = await graph.frontend()
+    await models.load_lora_adapter(asked("a", "/static/a"))
+    key = names.adapter_key("t", "a")
+    await graph.store.put(key, encode_json(Adapter(name="a", path=write(graph.folder / "a"))))
+    mark = Adapter(name="b", path=write(graph.folder / "b"))
+    await graph.store.put(names.adapter_key("t", "b"), encode_json(mark))
+    await eventually(lambda: "b" in models.lora_requests)
+    assert models.lora_requests["a"].lora_path == "/static/a"
+    await adapters.unload(UnloadLoRAAdapterRequest(lora_name="a"))
+    assert models.lora_requests["a"].lora_path == "/static/a"
 
 
 def test_the_folder_is_an_absolute_path():

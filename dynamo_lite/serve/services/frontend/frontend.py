@@ -86,7 +86,11 @@ class Frontend:
         from dynamo_lite.vllm.frontend.openai_app import open_app
 
         config = self._config
-        adapters = AdapterStore(host.store, self._spec.namespace, config.adapter_folder, host.drops)
+        adapters = None
+        if config.adapter_folder is not None:
+            adapters = AdapterStore(
+                host.store, self._spec.namespace, config.adapter_folder, host.drops
+            )
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
