@@ -151,7 +151,7 @@ def test_which_tokens_end_an_answer():
 @pytest.mark.parametrize("timed", [False, True])
 def test_the_engines_scheduler_half_knows_it(timed: bool):
     sampling = FirstTokenSampling(temperature=0.5, seed=3)
-    made = requests.generation(message(temperature=0.5, seed=3), MODEL, timed=timed)
+    made = requests.generation(message(temperature=0.5, seed=3), MODEL, connected=timed)
     assert first_token_sampling(Request.from_engine_core_request(made, None)) is None
     requests.ask_first_token(made, sampling)
     assert first_token_sampling(Request.from_engine_core_request(made, None)) == sampling
