@@ -509,6 +509,22 @@ async def test_leaving_during_an_outage_leaves_no_task_behind(nats_server: Priva
     assert asyncio.all_tasks() == before
 
 
+async def test_a_connection_that_breaks_as_it_is_closed_leaves_no_task_behind(
+    nats_server: PrivateServer,
+) -> None:
+    def breaks() -> None:
+        raise ConnectionResetError("Connection lost")
+
+    before = asyncio.all_tasks()
+    async with NatsMessaging(nats_server.url) as messaging:
+        with pytest.raises(NoResponders):
+            await messaging.request("s", b"", timeout_s=5)
+        client: Any = messaging.client
+        client._transport.close = breaks
+    left = asyncio.all_tasks() - before
+    assert not [task for task in left if "_wait_for_msgs" in repr(task)]
+
+
 async def test_a_missing_server_is_named_without_credentials() -> None:
     messaging = NatsMessaging("nats://me:secret@127.0.0.1:1", connect_timeout_s=0.3)
     with pytest.raises(StartupError, match=r"nats://127\.0\.0\.1:1") as failure:

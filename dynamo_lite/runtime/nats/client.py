@@ -135,21 +135,21 @@ class PersistentClient(Client):
         return TcpTransport()
 
     async def close(self) -> None:
+        handling = [subscription._wait_for_msgs_task for subscription in self._subs.values()]
         try:
             await super().close()
         finally:
             self._abort_transport()
             for subscription in list(self._subs.values()):  # of a close that was cut short
                 drop(subscription)
+            # nats-py has cancelled them, or `drop`; neither waits for their end.
+            own = asyncio.current_task()
+            if left := [task for task in handling if task and task is not own and not task.done()]:
+                await asyncio.wait(left)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED
-        handling = [subscription._wait_for_msgs_task for subscription in self._subs.values()]
         await super()._close(status, do_cbs)
-        # nats-py has cancelled them, and does not wait for their end.
-        own = asyncio.current_task()
-        if left := [task for task in handling if task and task is not own and not task.done()]:
-            await asyncio.wait(left)
 
     def _abort_transport(self) -> None:
         """Aborts the TCP connection, if there is one."""
