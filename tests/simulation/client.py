@@ -8,7 +8,7 @@ broker, or fails because of it.
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -211,20 +211,23 @@ class CancelWatch:
 
     #: Virtual time.
     now: Callable[[], float]
+    #: Returns when the caller of a request has cancelled it, or None.
+    began_at: Callable[[SimRequest], float | None]
     counts: Counter[str]
-    #: Longest time of a cancel, from the decode engine's abort between two steps to the writer.
+    #: Longest time of a cancel from a caller to a prefill worker, without the wait of its engine,
+    #: which aborts between two steps.
     longest_s: float = 0.0
-    #: Attempts with a cancel in flight: when it began, and the engine that aborts.
+    #: Attempts with a cancel in flight: when it began, and the engine that was asked to abort.
     _under_way: dict[str, tuple[float, SimEngineProcess]] = field(
         default_factory=dict[str, tuple[float, SimEngineProcess]]
     )
 
-    def aborting(self, engine: SimEngineProcess, request_ids: Sequence[str]) -> None:
-        """To be called before these requests are aborted."""
+    def aborting(self, engine: SimEngineProcess, waited_s: Mapping[str, float]) -> None:
+        """To be called before requests are aborted. waited_s: by their ids, for the engine."""
         halves = engine.halves
         if not isinstance(halves, DecodeHalves):
             return
-        for request_id in request_ids:
+        for request_id, waited in waited_s.items():
             request = engine.core.scheduler.requests.get(request_id)
             if request is None:
                 self.counts["abort over"] += 1
@@ -233,7 +236,8 @@ class CancelWatch:
             self.counts[f"abort {_place(request, state)}"] += 1
             if state is AttemptState.HELD and attempt is not None and halves.writes(attempt):
                 self.counts["cancels sent to writers"] += 1
-                self._under_way[attempt] = self.now(), engine
+                began = self.began_at(request)
+                self._under_way[attempt] = self.now() if began is None else began + waited, engine
 
     def ended(self, attempt: str) -> float | None:
         """The renewal of the attempt's claim was refused, or its writer is done. Returns how long
@@ -318,6 +322,14 @@ class RequestJudge:
                     f"request {story.ask.request_id} of {client} ended {over_s:.3f} s after its"
                     f" deadline: {story.ends[0]}"
                 )
+
+    def cancelled_at(self, request: SimRequest) -> float | None:
+        """When the caller of an engine's request left; None if it has not cancelled it."""
+        name = request.request_id.partition("~")[0]
+        for _, story in reversed(self._stories):
+            if story.ask.request_id == name and story.began_at <= request.arrived:
+                return story.ended_at if story.ends[:1] == ["cancelled"] else None
+        return None
 
 
 def _kind(story: Story) -> str:

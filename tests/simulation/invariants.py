@@ -29,8 +29,8 @@ from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import Landing, SimMover
 from tests.simulation.loop.loop import START_S, VirtualLoop
 
-#: How long a cancel may take from the decode engine's abort to a prefill worker in a run without
-#: faults: until the next renewal of its claim.
+#: How long a cancel may take to a prefill worker in a run without faults: until the next renewal of
+#: its claim. The step under way in the decode engine is not counted.
 _CANCEL_S = CLAIM_S / 3 + 0.2
 #: Jobs that a prefill worker may hold at a time.
 _MOST_JOBS = PrefillWorkerConfig().most_jobs
@@ -61,7 +61,7 @@ class Judge:
         self._told: set[SimRequest] = set()
         self._ends_told: set[str] = set()
         self.requests = RequestJudge(self.now, self.violate, self.counts, only_broker_fails)
-        self.cancels = CancelWatch(self.now, self.counts)
+        self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
 
     def now(self) -> float:
         """Virtual time."""

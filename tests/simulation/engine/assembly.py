@@ -7,7 +7,7 @@ for the other.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +84,13 @@ class SimCore:
         self._told = EngineLoad()
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None
-        #: Called with the ids of requests that are about to be aborted.
-        self.on_abort: Callable[[Sequence[str]], None] = lambda request_ids: None
+        #: Called with the ids of requests that are about to be aborted, and how long each has waited
+        #: for the end of a step.
+        self.on_abort: Callable[[Mapping[str, float]], None] = lambda waited_s: None
         self._clock, self._deliver = clock, deliver
         self._added: list[SimRequest] = []
-        self._aborted: list[str] = []
+        #: When that was asked for.
+        self._aborted: dict[str, float] = {}
         self._posted = asyncio.Event()
         self._stopping = False
 
@@ -99,7 +101,7 @@ class SimCore:
         self._posted.set()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._aborted += request_ids
+        self._aborted |= dict.fromkeys(request_ids, self._clock.monotonic())
         self._posted.set()
 
     def stop(self) -> None:
@@ -123,10 +125,11 @@ class SimCore:
         added, self._added = self._added, []
         for request in added:
             self.scheduler.add(request)
-        aborted, self._aborted = self._aborted, []
+        aborted, self._aborted = self._aborted, {}
         if aborted:
-            self.on_abort(aborted)
-            self.scheduler.abort(aborted)
+            now = self._clock.monotonic()
+            self.on_abort({request_id: now - at for request_id, at in aborted.items()})
+            self.scheduler.abort(list(aborted))
 
     async def _step(self) -> None:
         config = self.config
