@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
-from dynamo_lite.protocol.generate import RequestId, TokenId
+from dynamo_lite.protocol.generate import Adapter, RequestId, TokenId
 from dynamo_lite.protocol.records import LeaseId
 
 
@@ -19,8 +19,7 @@ class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Leases of the workers to choose from.
     candidates: list[LeaseId]
     cache_salt: str | None = None
-    #: Name of the LoRA adapter.
-    adapter: str | None = None
+    adapter: Adapter | None = None
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     wire_version: int = WIRE_VERSION
 

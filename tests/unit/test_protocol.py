@@ -248,7 +248,7 @@ MESSAGES = [
             prompt_token_ids=[1],
             candidates=[2],
             cache_salt="s",
-            adapter="l",
+            adapter=generate.Adapter(name="l", path="/l"),
             session="t",
         ),
         routing.decode_pick_request,

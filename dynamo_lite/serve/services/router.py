@@ -10,7 +10,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.generate import Adapter, GenerateRequest
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.routing import (
@@ -128,7 +128,7 @@ class Router:
             sampling=b"",
             arrival_time=0.0,
             cache_salt=asked.cache_salt,
-            adapter=None if asked.adapter is None else Adapter(name=asked.adapter, path="-"),
+            adapter=asked.adapter,
             session=asked.session,
         )
         picked = self._picker.pick(members, request, without)

@@ -1,9 +1,11 @@
 """Stock vLLM as a prefill engine: each attempt is a request for one token."""
 
+from vllm.lora.request import LoRARequest
+
 from dynamo_lite.disagg.counters import BROKEN_LINK
 from dynamo_lite.disagg.engine import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
-from dynamo_lite.protocol.errors import EngineDied
+from dynamo_lite.protocol.errors import EngineDied, Refused
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
@@ -18,6 +20,8 @@ class VllmPrefillEngine(VllmEngine):
     def __init__(self, context: EngineContext):
         super().__init__(context)
         self._attempts = OpenAttempts()
+        #: Attempts whose adapter is being loaded, and that are still wanted.
+        self._loading: set[str] = set()
 
     async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
@@ -50,18 +54,29 @@ class VllmPrefillEngine(VllmEngine):
         Raises Refused for a prompt that this engine cannot take, or an adapter that it does not
         have.
         """
-        sampled, loaded = self._samples(job), await self._loaded(job.adapter)
+        sampled, lora = self._samples(job), await self._lora(job)
         model = self.config.model_config
-        lora = None if loaded is None else loaded[1]
         request = requests.prefill(job, target, cell, model, first_token=sampled, lora=lora)
         wanted = on_first_token if sampled else None
         return await self._attempts.run(job.attempt, self._add(request), wanted)
+
+    async def _lora(self, job: RemotePrefillRequest) -> LoRARequest | None:
+        """The job's adapter in this engine. Raises Refused."""
+        self._loading.add(job.attempt)
+        try:
+            loaded = await self._loaded(job.adapter)
+            if job.attempt not in self._loading:
+                raise Refused("it was given up while its adapter was loaded", elsewhere=True)
+        finally:
+            self._loading.discard(job.attempt)
+        return None if loaded is None else loaded[1]
 
     def check_peer(self, target: EngineMetadata) -> bool:
         assert self.metadata is not None
         return check_peer(self.metadata, target)
 
     async def abandon(self, attempt: str) -> None:
+        self._loading.discard(attempt)
         await self._abort([attempt])
 
     def _samples(self, job: RemotePrefillRequest) -> bool:

@@ -84,7 +84,7 @@ class GraphAdapters:
 
         Raises VLLMError when the path is not allowed, no worker can load it, or the store is away.
         """
-        adapter = self._asked(request)
+        adapter = await self._asked(request)
         if adapter.name in self._models.lora_requests or self._models.is_base_model(adapter.name):
             return await self._models.load_lora_adapter(request)  # its error
         await self._try(adapter)
@@ -113,14 +113,14 @@ class GraphAdapters:
             await self._leave(key)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _asked(self, request: LoadLoRAAdapterRequest) -> Adapter:
+    async def _asked(self, request: LoadLoRAAdapterRequest) -> Adapter:
         """Raises VLLMValidationError."""
         if request.load_inplace or request.is_3d_lora_weight:
             raise VLLMValidationError(
                 "load_inplace and is_3d_lora_weight are not served here: load changed files from"
                 " another path"
             )
-        if why := self._unusable(request.lora_path):
+        if why := await asyncio.to_thread(self._unusable, request.lora_path):
             text = f"lora_path {request.lora_path!r}: {why}"
             raise VLLMValidationError(text, parameter="lora_path")
         try:
@@ -186,7 +186,7 @@ class GraphAdapters:
         if self._entered.get(key) == adapter:
             return
         await self._leave(key)
-        why = self._unusable(adapter.path)
+        why = await asyncio.to_thread(self._unusable, adapter.path)
         if not why:
             asked = LoadLoRAAdapterRequest(lora_name=adapter.name, lora_path=adapter.path)
             answer = await self._models.load_lora_adapter(asked)

@@ -84,8 +84,8 @@ class SimCore:
         self._told = EngineLoad()
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None
-        #: Called with the ids of requests that are about to be aborted, and how long each has waited
-        #: for the end of a step.
+        #: Called with the ids of requests that are about to be aborted, and how long each of them
+        #: has waited for the end of a step.
         self.on_abort: Callable[[Mapping[str, float]], None] = lambda waited_s: None
         self._clock, self._deliver = clock, deliver
         self._added: list[SimRequest] = []

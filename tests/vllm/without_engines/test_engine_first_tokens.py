@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome
 from dynamo_lite.protocol.errors import ProtocolError, Refused
-from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.generate import Adapter, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
@@ -262,6 +262,32 @@ async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[tuple[int, 
         reads.cancel()
         run.cancel()
         await asyncio.gather(reads, run, return_exceptions=True)
+
+
+async def test_a_job_that_is_given_up_while_its_adapter_loads_is_not_computed(
+    prefill_rig: PrefillRig, tmp_path: Path
+):
+    asked, loaded = asyncio.Event(), asyncio.Event()
+
+    async def add(request: Any) -> None:
+        asked.set()
+        await loaded.wait()
+
+    async def passed_on(token: int, cached: int) -> None:
+        raise AssertionError
+
+    prefill_rig.core.add_lora_async = add  # type: ignore[attr-defined]
+    prefill_rig.engine.config.lora_config = True  # type: ignore[assignment]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    job = prefill_job(adapter=Adapter(name="a", path=str(tmp_path)))
+    target = engine_metadata(num_blocks=9)
+    run = asyncio.create_task(prefill_rig.engine.prefill(job, target, Cell(), passed_on))
+    await asked.wait()
+    await prefill_rig.engine.abandon("a1")
+    loaded.set()
+    with pytest.raises(Refused, match="given up while its adapter was loaded"):
+        await run
+    assert prefill_rig.core.added == []
 
 
 async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended(

@@ -143,7 +143,7 @@ class RemoteRouter(Picker):
             prompt_token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             candidates=list(candidates),
             cache_salt=request.cache_salt,
-            adapter=None if request.adapter is None else request.adapter.name,
+            adapter=request.adapter,
             session=request.session,
         )
         self.released(request.request_id)
