@@ -110,6 +110,11 @@ class Writer(PeerProcess):
         self.tell(asdict(order))
         assert self._hear(target) == {"waits": True}
 
+    def fly(self) -> None:
+        """It starts its writes, which do not end: the target is not polled."""
+        self.tell({})
+        assert self.said.get(timeout=WAIT_S) == {"waits": True}
+
     def stop(self) -> None:
         """Returns when it is stopped; its claim still holds."""
         self.process.send_signal(signal.SIGSTOP)
@@ -241,6 +246,7 @@ def test_a_writer_with_writes_in_flight_that_outlived_its_claim_moves_none_on(
     writer = Writer(tmp_path, UCX_TLS="tcp")
     try:
         writer.start(order(target, "zombie", blocks, **how), target)
+        writer.fly()
         writer.stop()
         writer.outlive_claim(target)
         target.check_notices(committed=[])

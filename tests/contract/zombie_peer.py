@@ -42,8 +42,8 @@ class Order:
 
     claim: its id. checked: whether the rank looks at its cell. claim_s: for how long it
     holds once the first block is written. pause: "queued", between two steps, with the
-    writes in the queue; "pumping", inside the step that starts them; "flying", when they
-    are in flight; or "never".
+    writes in the queue; "pumping", inside the step that starts them; "flying", before that step and
+    when they are in flight: over TCP none ends while the target is not polled; or "never".
     """
 
     attempt: str
@@ -130,6 +130,8 @@ def carry_out(order: Order, rank: PrefillRank, cells: ClaimCells) -> Ended:
         rank.results()
     rank.stats.take()
 
+    if order.pause == "flying":
+        _wait()
     opened.hold_until(boottime() + order.claim_s)
     gate = _Gate(order.pause)
     ended = [(first.request_id, True)]
