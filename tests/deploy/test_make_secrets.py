@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import ssl
 import subprocess
 from pathlib import Path
@@ -17,12 +18,18 @@ from tests.deploy.containers import COMMAND, make_secrets
 from tests.process.command import run
 
 NAMESPACE = "dynamo"
+ADDRESSES = ("nats-1.example", "10.0.0.1")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tests of this module only read it."""
-    return make_secrets(tmp_path_factory.mktemp("secrets"), "nats-1.example", "10.0.0.1")
+    return make_secrets(tmp_path_factory.mktemp("secrets"), *ADDRESSES)
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "secrets", symlinks=True))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -92,14 +99,18 @@ def test_servers_have_certificates_for_their_names_and_components_have_not(
         assert names.get_values_for_type(x509.DNSName) == ["dynamo-lite-status"]
 
 
-def test_what_is_there_is_kept_and_what_is_deleted_is_made_again(tmp_path: Path) -> None:
-    before = contents(make_secrets(tmp_path))
-    assert contents(make_secrets(tmp_path)) == before
-    mounted = {path: (tmp_path / path).stat().st_ino for path in ("nats-users", "etcd-tls")}
-    (tmp_path / "dynamo-lite-Frontend" / "nats-login").unlink()
+def test_what_is_there_is_kept(copied: Path) -> None:
+    before = contents(copied)
+    assert contents(make_secrets(copied, *ADDRESSES)) == before
+
+
+def test_what_is_deleted_is_made_again(copied: Path) -> None:
+    before = contents(copied)
+    mounted = {path: (copied / path).stat().st_ino for path in ("nats-users", "etcd-tls")}
+    (copied / "dynamo-lite-Frontend" / "nats-login").unlink()
     for name in ("etcd-server", "Router"):
-        (tmp_path / f"{name}.pem").unlink()
-    after = contents(make_secrets(tmp_path))
+        (copied / f"{name}.pem").unlink()
+    after = contents(make_secrets(copied, *ADDRESSES))
     changed = {name for name in before if after[name] != before[name]}
     assert after.keys() == before.keys()
     assert changed == {
@@ -109,4 +120,4 @@ def test_what_is_there_is_kept_and_what_is_deleted_is_made_again(tmp_path: Path)
         *("dynamo-lite-Router/Router.pem", "dynamo-lite-Router/Router-key.pem"),
     }
     # Containers have the folders mounted.
-    assert {path: (tmp_path / path).stat().st_ino for path in mounted} == mounted
+    assert {path: (copied / path).stat().st_ino for path in mounted} == mounted

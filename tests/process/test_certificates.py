@@ -41,7 +41,13 @@ def test_a_graph_that_others_reach_makes_itself_certificates_and_keeps_them(tmp_
         assert url.startswith("https://")
         assert httpx.get(f"{url}/ready", verify=False, timeout=30).status_code == 200
         assert httpx.get(f"{url}/metrics", verify=False, timeout=30).status_code == 403
-        # The commands know the folder, or it is named.
+    with serving(tmp_path, EVERYWHERE, until="ready http"):
+        assert content(folder) == made
+
+
+def test_commands_know_the_certificates_that_a_graph_has_made_or_are_told(tmp_path: Path):
+    folder = tmp_path / "certificates" / "dynamo"
+    with serving(tmp_path, EVERYWHERE, until="ready http") as graph:
         assert listed("--state-dir", str(tmp_path)).count(" ready ") == 2
         assert (
             listed("--state-dir", str(tmp_path), "--certificates", str(folder)).count(" ready ")
@@ -58,8 +64,6 @@ def test_a_graph_that_others_reach_makes_itself_certificates_and_keeps_them(tmp_
         assert shown.stdout.count(" ready ") == 2, shown.stderr
         with serving(tmp_path, EVERYWHERE, "--service-name", "Back", until="ready"):
             assert listed("--state-dir", str(tmp_path)).count(" ready ") == 3
-    with serving(tmp_path, EVERYWHERE, until="ready http"):
-        assert content(folder) == made
 
 
 def test_loopback_needs_none(tmp_path: Path):

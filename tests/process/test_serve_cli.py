@@ -123,9 +123,7 @@ def test_what_needs_no_graph(tmp_path: Path):
     assert not (tmp_path / "s").exists()
 
 
-def test_members_come_and_go(tmp_path: Path):
-    """A lone service joins a running graph; ps shows it; revoking its lease ends it. A second graph
-    does not start on its state directory."""
+def test_a_second_graph_and_unknown_leases_are_refused(tmp_path: Path):
     here = ("--state-dir", str(tmp_path))
     assert revoke_lease(*here).returncode == 1
     with serving(tmp_path, until="ready http") as graph:
@@ -137,6 +135,12 @@ def test_members_come_and_go(tmp_path: Path):
         assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
         assert revoke_lease("xyz", *here).returncode == 2
         assert revoke_lease("--component", "Bock", *here).returncode == 1
+
+
+def test_members_come_and_go(tmp_path: Path):
+    """A lone service joins a running graph; ps shows it; revoking its lease ends it."""
+    here = ("--state-dir", str(tmp_path))
+    with serving(tmp_path, until="ready http") as graph:
         with serving(tmp_path, "--service-name", "Back", until="ready Back-0") as lone:
             rows = json.loads(invoke("ps", "--json", *here).stdout)
             assert sorted(row["component"] for row in rows) == ["Back", "Back", "Front"]
