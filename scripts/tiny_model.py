@@ -7,7 +7,8 @@ For tests there are also
 
     mla          DeepSeek V2: multi-head latent attention, no experts
     sliding      Mistral: a sliding window of 128 tokens in all layers
-    hybrid       Jamba: one Mamba layer and one attention layer
+    windows      Gemma 3: five layers with a sliding window of 128 tokens, and one without
+    hybrid       Qwen3-Next: three layers with linear attention, and one with full attention
     eagle        a draft for `tiny`: EAGLE, one layer
 
 The same seed gives the same weights. The model's text is noise; otherwise it is a real
@@ -73,23 +74,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "sliding_window": 128,
     },
+    "windows": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    },
     "hybrid": {
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "num_experts": 1,
-        "mamba_d_state": 16,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 4,
+        "mlp_only_layers": [0, 1, 2, 3],
     },
 }
 SHAPES["eagle"] = {**SHAPES["tiny"], "num_hidden_layers": 1}
 #: transformers' name of the architecture; Llama for all others.
-ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Jamba"}
+ARCHITECTURES = {
+    "mla": "DeepseekV2",
+    "sliding": "Mistral",
+    "windows": "Gemma3",
+    "hybrid": "Qwen3Next",
+}
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
@@ -114,8 +133,8 @@ def make(directory: Path, shape: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     architecture = ARCHITECTURES.get(shape, "Llama")
-    config_class = getattr(transformers, f"{architecture}Config")
     model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    config_class = model_class.config_class
     transformers.utils.logging.disable_progress_bar()
     pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}

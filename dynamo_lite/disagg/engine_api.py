@@ -19,6 +19,10 @@ class Block(Protocol):
         ...
 
 
+#: A request's block ids, in the order of its tokens, in each of the model's KV groups.
+BlockTables = Sequence[Sequence[int]]
+
+
 class BlockPool(Protocol):
     """The engine's KV blocks."""
 

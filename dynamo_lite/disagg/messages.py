@@ -53,6 +53,11 @@ class BlockWrite:
     #: Number of remote_ids[0] within the attempt.
     first: int = 0
     skip_tokens: int = 0
+    #: local_ids and remote_ids of the model's other KV groups. Blocks that are not needed are
+    #: left out of all groups.
+    other_groups: list[tuple[list[int], list[int]]] = field(
+        default_factory=list[tuple[list[int], list[int]]]
+    )
     #: Prompt tokens that were in this engine's prefix cache.
     cached_tokens: int = 0
     #: When this step began, on this host's monotonic clock.

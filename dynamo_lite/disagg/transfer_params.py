@@ -48,6 +48,8 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     block_ids: list[BlockId]
     #: The decode engine's blocks before that position, if they may be read.
     prefix_block_ids: list[BlockId] = []
+    #: `block_ids` of the other KV groups, see `RemotePrefillRequest`.
+    other_groups: list[list[BlockId]] = []
     #: The decode engine's `EngineMetadata` in msgpack.
     target: bytes
     #: Of the attempt's claim.
@@ -68,6 +70,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
             block_size=target.block_size_tokens,
             block_ids=job.block_ids,
             prefix_block_ids=job.prefix_block_ids,
+            other_groups=job.other_groups,
             target=encode(target),
             cell=cell,
         )

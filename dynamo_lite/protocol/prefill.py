@@ -19,6 +19,8 @@ AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
 #: Part of subjects and keys.
 EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+#: vLLM's placeholder for a block that is not needed.
+NULL_BLOCK = 0
 #: Random, of 63 bits; 0: no claim.
 ClaimId = Natural
 
@@ -61,6 +63,9 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Its blocks for the positions before. The writer may read them while its claim holds. Empty
     #: if the engine does not guarantee their contents.
     prefix_block_ids: list[BlockId] = []
+    #: `block_ids` of the model's other KV groups: a list for each group after the first. In a job
+    #: with them NULL_BLOCK stands where a group needs no block.
+    other_groups: list[list[BlockId]] = []
     #: Seconds since the epoch by the decode host's clock, for people who read a job. No other host
     #: compares it with its own clock: the decode engine refuses claims after the deadline by its
     #: own monotonic clock.

@@ -111,6 +111,8 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     base: Natural
     stride_bytes: Positive
     block_bytes: Positive
+    #: The layer's KV group, by vLLM's number: each group has its own table of blocks.
+    group: Natural = 0
     #: The first of the model's KV heads in a block.
     first_head: Natural = 0
     #: Bytes of one head if heads are the outermost dimension of a block; 0 if a block cannot be cut
@@ -164,6 +166,11 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: Positive
     num_blocks: Positive
     ranks: tuple[RankMetadata, ...]
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups of the model."""
+        return 1 + max((region.group for rank in self.ranks for region in rank.regions), default=0)
 
 
 class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ A map is made once per peer, so that a job takes a few array operations and no l
 layers and blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,32 @@ class BlockMap:
         local[..., 1] = remote[..., 1] = size * counts
         local[..., 2], remote[..., 2] = self._devices
         return local.reshape(-1, 3), remote.reshape(-1, 3)
+
+
+def maps_of(
+    pairs: Sequence[tuple[KvRegion, KvRegion]], devices: tuple[int, int]
+) -> dict[int, BlockMap]:
+    """A map for each KV group. Layers of different groups share memory: a block belongs to one
+    group at a time. The arguments are those of `BlockMap`."""
+    groups = sorted({remote.group for _, remote in pairs})
+    return {
+        group: BlockMap([pair for pair in pairs if pair[1].group == group], devices)
+        for group in groups
+    }
+
+
+def descriptors(
+    maps: Mapping[int, BlockMap], groups: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> tuple[Descriptors, Descriptors]:
+    """Returns the descriptors of several groups' blocks. groups: local and remote ids by group.
+
+    Raises ValueError, see `BlockMap.descriptors`.
+    """
+    parts = [blocks.descriptors(*groups[group]) for group, blocks in maps.items()]
+    if len(parts) == 1:
+        return parts[0]
+    local, remote = zip(*parts, strict=True)
+    return np.concatenate(local), np.concatenate(remote)
 
 
 def _joined(

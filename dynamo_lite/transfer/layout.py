@@ -75,11 +75,13 @@ def regions_of_tensor(
     first_head: int = 0,
     tokens: int = 0,
     arrays: tuple[KvArray, ...] = (),
+    group: int = 0,
 ) -> tuple[KvRegion, ...]:
     """Returns the regions of one layer's KV tensor, for any backend's layout.
 
     heads_dim: the dimension that counts KV heads, if there is one. first_head: index of the
     first one in the model. tokens, arrays: content of a block, if that is known.
+    group: the layer's KV group.
 
     The block dimension is the first or the second; a dimension before it (separate K and V)
     gives one region per index. Or the first dimension counts a kernel's smaller blocks, and a
@@ -116,6 +118,7 @@ def regions_of_tensor(
             head_bytes=head_bytes,
             tokens=tokens if arrays else 0,
             arrays=arrays,
+            group=group,
         )
         for plane in planes
     )

@@ -65,6 +65,11 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
     for rank, metadata in enumerate(remote):
         for index, region in enumerate(metadata.regions):
             found = holders[region.layer, region.plane]
+            if other := next((local for _, local in found if local.group != region.group), None):
+                raise IncompatiblePeer(
+                    peer,
+                    f"layer {region.layer} is in KV group {other.group} here, {region.group} there",
+                )
             for holder, local, heads in _sources(peer, region, rank, found):
                 lane = _lane(local, region, index, heads)
                 lanes.setdefault((holder, rank), []).append(lane)
@@ -147,6 +152,10 @@ def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> ShardM
 
 def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
     """Stages all lanes: one write cannot mix blocks of different sizes on a side."""
+    if any(lane.remote.group for mine in lanes.values() for lane in mine):
+        raise IncompatiblePeer(
+            peer, "blocks of a model with several KV groups must be equal, with the same ranks"
+        )
     tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
     if len(tokens) > 1:
         raise IncompatiblePeer(

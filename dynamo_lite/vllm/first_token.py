@@ -27,17 +27,18 @@ def stop_tokens(params: SamplingParams) -> frozenset[int]:
 
 
 class FirstTokenRules:
-    """The rules of one engine."""
+    """The rules of one engine. one_group: whether its model has one KV group."""
 
-    def __init__(self, config: VllmConfig):
+    def __init__(self, config: VllmConfig, *, one_group: bool = True):
         #: The model's configuration; vLLM may reduce its length while it loads the model.
         self._model = model = config.model_config
         #: vLLM's CPU kernels for MLA give the last token of a prompt other values than a decoded
         #: one, and the decode engine decodes it.
         alike = not (model.use_mla and current_platform.is_cpu())
-        #: With a sliding window in all layers vLLM frees the blocks before it when a prompt ends.
-        #: With one more token in the prompt, one of them may still have to be written.
-        whole = config.cache_config.sliding_window is None
+        #: With a sliding window vLLM frees the blocks before it when a prompt ends. With one more
+        #: token in the prompt, one of them may still have to be written; and a layer's state would
+        #: be that after it.
+        whole = one_group and config.cache_config.sliding_window is None
         #: A request whose first tokens differ goes on from a longer prompt.
         self._plain = (alike and whole and is_causal(model)) and not (
             model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))

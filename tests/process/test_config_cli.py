@@ -97,7 +97,7 @@ async def engine(
     log = Decode(ManualClock()).half
     for name, tokens in (("0_cmpl-a-0-0a1b2c3d#1", 3), ("chatcmpl-b-0a1b2c3d#2", 3)):
         log.num_new_matched_tokens(prompt(name, tokens), 0)
-        log.state_after_alloc(prompt(name, tokens), [], 0)
+        log.state_after_alloc(prompt(name, tokens), (), 0)
 
     async def answer(payload: bytes) -> bytes:
         return log.prefills.decisions.answer(payload)

@@ -24,7 +24,7 @@ from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.engine_api import BlockTables, Prompt
 from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
@@ -117,9 +117,9 @@ class _ForeignCommits(DecodeRank):
 class _NoAttemptId(DecodeScheduler):
     """A remote prefill has the caller's request id, also when the request is retried."""
 
-    def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+    def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
         self._prompts._new_attempt = lambda: request.request_id.partition("~")[0]
-        super().state_after_alloc(request, block_ids, external)
+        super().state_after_alloc(request, tables, external)
 
 
 class _NoDeadline(Ledger):

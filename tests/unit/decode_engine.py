@@ -213,7 +213,7 @@ class Decode:
         self.pool.touch(blocks)
         self.taken[request.request_id] = blocks
         ids = [block.block_id for block in blocks]
-        self.half.state_after_alloc(request, ids, external)
+        self.half.state_after_alloc(request, [ids], external)
         return external
 
     def finish(self, request_id: str) -> None:

@@ -207,7 +207,7 @@ class Half:
             engine_config(PREFILL_ROLE, engine_id="p1"),
             BLOCK,
             None,  # type: ignore[arg-type]
-            lambda name: self.blocks[name],
+            lambda name, _tokens: [self.blocks[name]],
             clients=SimpleNamespace(messaging=lambda: nullcontext(self.messaging)),  # type: ignore[arg-type]
             open_bridge=self._open_bridge,
         )

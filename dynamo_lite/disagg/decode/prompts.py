@@ -2,7 +2,7 @@
 prompt's blocks are reserved. Both write the prompt's record, which `RemotePrefills` keeps."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
@@ -12,7 +12,7 @@ from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -60,7 +60,7 @@ class Prompts:
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
-    def start(self, request: Prompt, block_ids: Sequence[int], external: int) -> LedgerEvent | None:
+    def start(self, request: Prompt, tables: BlockTables, external: int) -> LedgerEvent | None:
         """The engine has reserved the prompt's blocks, for the KV of `external` tokens that a
         prefill worker will compute. Returns an event for the ledger.
 
@@ -69,7 +69,7 @@ class Prompts:
         prefill = self._prefills.allocated(request)
         if prefill is None or not external:
             return None
-        job, until = self._begin(prefill, request, block_ids, external)
+        job, until = self._begin(prefill, request, tables, external)
         self._jobs.append(job)
         queued_at, wait_s = prefill.times["decide"], prefill.decided.options.max_queue_wait_s
         return lambda ledger: ledger.allocated(
@@ -124,12 +124,12 @@ class Prompts:
         )
 
     def _begin(
-        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
+        self, prefill: RemotePrefill, request: Prompt, tables: BlockTables, external: int
     ) -> tuple[RemotePrefillRequest, float]:
         """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
-        when the request waits, in monotonic seconds. block_ids: the prompt's blocks."""
+        when the request waits, in monotonic seconds."""
         size, wanted = self._block_size, request.num_prompt_tokens - 1
-        first = self._first_awaited(block_ids, (wanted - external) // size)
+        first = self._first_awaited(tables, (wanted - external) // size)
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
         attempt = self._new_attempt()
@@ -146,7 +146,7 @@ class Prompts:
         )
         # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.
-        blocks = [self._pool.blocks[block] for block in block_ids[:end]]
+        blocks = [self._pool.blocks[block] for table in tables for block in table[:end]]
         self._pool.touch(blocks)
         self._prefills.hold(attempt, blocks)
         job = RemotePrefillRequest(
@@ -155,8 +155,10 @@ class Prompts:
             attempt=attempt,
             prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
             num_computed_tokens=first * size,
-            block_ids=list(block_ids[first:end]),
-            prefix_block_ids=list(block_ids[:first]),
+            block_ids=list(tables[0][first:end]),
+            # A window's prefix is not whole, so no writer may read it.
+            prefix_block_ids=list(tables[0][:first]) if len(tables) == 1 else [],
+            other_groups=[list(table[first:end]) for table in tables[1:]],
             deadline=self._clock.wall() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -166,14 +168,17 @@ class Prompts:
         )
         return job, until
 
-    def _first_awaited(self, block_ids: Sequence[int], computed: int) -> int:
+    def _first_awaited(self, tables: BlockTables, computed: int) -> int:
         """The number of the first block that must be written, after `computed` cached ones.
 
-        If all layers attend to a sliding window only, null blocks stand for the tokens before the
+        Where layers attend to a sliding window only, null blocks stand for the tokens before the
         window. Nothing is written there.
         """
-        numbers = range(computed, len(block_ids))
-        return next(n for n in numbers if not self._pool.blocks[block_ids[n]].is_null)
+        blocks = self._pool.blocks
+        return min(
+            next(n for n in range(computed, len(table)) if not blocks[table[n]].is_null)
+            for table in tables
+        )
 
     def _vouched(self, job: RemotePrefillRequest) -> RemotePrefillRequest:
         """Removes the prefix from the job unless every prefix block is complete and stays so.

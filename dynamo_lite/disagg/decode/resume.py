@@ -88,7 +88,7 @@ class Resumes:
             left_s=until - now,
         )
         prefill.may_retry = reason is ResumeReason.WRITER_LOST
-        blocks = prefill.landed_blocks or 0
+        blocks = 0 if self._cache is None else prefill.landed_blocks or 0
         if blocks and self._cache is not None:
             self._cache(prompt, (prefill.first_block + blocks) * self._size)
         logger.info(

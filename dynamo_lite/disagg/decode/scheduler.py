@@ -9,7 +9,7 @@ happened at the engine.
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
@@ -21,7 +21,7 @@ from dynamo_lite.disagg.decode.prompts import Prompts
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.health import EngineStatus
@@ -107,9 +107,9 @@ class DecodeScheduler:
         engine must call `num_new_matched_tokens`."""
         return self._flights.leader_of(request_id)
 
-    def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+    def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
-        begin = self._prompts.start(request, block_ids, external)
+        begin = self._prompts.start(request, tables, external)
         if begin is not None:
             self._events.append(begin)
 

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 from prometheus_client import Histogram
@@ -306,6 +307,14 @@ def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None
             f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
             f" {request.num_computed_tokens} tokens"
         )
-    highest = max(request.block_ids + request.prefix_block_ids)
+    groups, others = target.num_groups, request.other_groups
+    if len(others) != groups - 1 or any(len(ids) != wanted for ids in others):
+        raise ProtocolError(
+            f"{[len(ids) for ids in others]} blocks in other KV groups: the engine has {groups}"
+            f" groups, and {wanted} blocks are wanted in each"
+        )
+    if others and request.prefix_block_ids:
+        raise ProtocolError("prefix blocks of an engine with several KV groups")
+    highest = max(chain(request.block_ids, request.prefix_block_ids, *others))
     if highest >= target.num_blocks:
         raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")

@@ -21,10 +21,11 @@ from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Written
+from dynamo_lite.protocol.prefill import NULL_BLOCK, Written
 from dynamo_lite.runtime.claim_cells import Cell, Until
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Mover, PollLimit, Transfer
+from dynamo_lite.transfer.block_map import descriptors
 
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
@@ -241,6 +242,8 @@ class BlockWrites:
                 break
             last = write.last and peer is peers[-1]
             transfer = self._write(attempt, write, peer)
+            if transfer is None:
+                continue
             attempt.in_flight.append(_InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
@@ -265,9 +268,17 @@ class BlockWrites:
         while attempt.in_flight and self._now() < until:
             self._poll(attempt)
 
-    def _write(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer:
+    def _write(
+        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank
+    ) -> Transfer | None:
+        """Starts the write into one rank; None if it has no layer that needs these blocks."""
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
-        local_side, remote_side = peer.blocks.descriptors(local_ids, write.remote_ids)
+        groups = [(local_ids, write.remote_ids), *write.other_groups]
+        if write.other_groups and any(NULL_BLOCK in local for local, _ in groups):
+            raise ValueError("a block was given back before it was written")
+        local_side, remote_side = descriptors(peer.blocks, groups)
+        if not len(local_side):
+            return None
         if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
         self._stats.add(BYTES, int(local_side[:, 1].sum()))

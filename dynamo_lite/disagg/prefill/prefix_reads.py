@@ -94,7 +94,7 @@ class PrefixReads:
         return self._boottime() < self._until(read.cell)
 
     def _read(self, read: PrefixRead, source: RemoteRank) -> Transfer:
-        there, here = source.blocks.descriptors(read.remote_ids, read.local_ids)
+        there, here = source.blocks[0].descriptors(read.remote_ids, read.local_ids)
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))
 

@@ -1,7 +1,7 @@
 """The ranks of decode engines that one prefill rank writes to or reads from, and which parts."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.block_map import BlockMap, maps_of
 from dynamo_lite.transfer.sharding import join, parts_of, writers
 from dynamo_lite.transfer.transpose import Layout
 
@@ -26,8 +26,9 @@ class RemoteRank:
     #: The peer's name at the mover.
     name: str
     memory: str
-    #: Where this rank's share of a block lies on both sides, from the source to the target.
-    blocks: BlockMap
+    #: Where this rank's share of a block lies on both sides, from the source to the target, by KV
+    #: group.
+    blocks: Mapping[int, BlockMap]
     #: The bytes of its blocks that this rank writes.
     parts: Sequence[Part] = ()
     #: Number of prefill ranks that write to it.
@@ -92,7 +93,7 @@ class RemoteRanks:
             RemoteRank(
                 self._add(engine_id, index, rank),
                 rank.memory,
-                BlockMap(
+                maps_of(
                     [(lane.local, lane.remote) for lane in mine],
                     (rank.device, self._own.device),
                 ),
@@ -154,7 +155,7 @@ class RemoteRanks:
                 RemoteRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
-                    blocks=BlockMap(pairs, (self._own.device, rank.device)),
+                    blocks=maps_of(pairs, (self._own.device, rank.device)),
                     parts=parts_of(found),
                     writers=writers(lanes, index),
                 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters, note_child
-from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -28,6 +28,7 @@ from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import EngineStatus
+from dynamo_lite.protocol.prefill import NULL_BLOCK
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -35,8 +36,8 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 #: Of how many decode engines the ranks keep the metadata and the connections: those used last.
 _MOST_ENGINES = 64
 
-#: Returns the blocks of a request, by request id, in the order of its tokens.
-BlockIds = Callable[[str], Sequence[int]]
+#: Returns the blocks of a request, by request id. The second argument: tokens of its prompt.
+BlocksOf = Callable[[str, int], BlockTables]
 
 
 class _State(enum.Enum):
@@ -109,32 +110,41 @@ class _Job:
             cell=self.params.cell,
         )
 
-    def write(self, done_tokens: int, block_ids: BlockIds, began: float) -> BlockWrite | None:
+    def write(self, done_tokens: int, blocks_of: BlocksOf, began: float) -> BlockWrite | None:
         """The write of the blocks that this step completes; None if it completes none.
 
         done_tokens: tokens that are computed after this step. began: when the step began.
         """
         total, size = self.params.num_tokens, self.params.block_size
-        remote = self.params.block_ids
         # The last step may compute only the token to sample from. A block is left for its write.
         last = done_tokens >= self.request.num_prompt_tokens
         end = -(-total // size) if last else min(done_tokens, total - 1) // size
         if end <= self.written and not last:
             return None
-        own = list(block_ids(self.request.request_id))
+        tables = blocks_of(self.request.request_id, total)
         start, skip = divmod(self.written * size, self.block_size)
         behind = -(-min(end * size, total) // self.block_size)
+        first, behind_first = self.written - self.first, end - self.first
+        local, others = list(tables[0][start:behind]), list[tuple[list[int], list[int]]]()
+        remote = self.params.block_ids[first:behind_first]
+        if self.params.other_groups:  # only of engines with blocks of the same size
+            wanted = [self.params.block_ids, *self.params.other_groups]
+            (local, remote), *others = (
+                _needed(table[start:behind], ids[first:behind_first])
+                for table, ids in zip(tables, wanted, strict=True)
+            )
         write = BlockWrite(
             attempt=self.attempt,
             request_id=self.request.request_id,
             target_engine=self.params.engine_id,
-            local_ids=own[start:behind],
-            remote_ids=remote[self.written - self.first : end - self.first],
+            local_ids=local,
+            remote_ids=remote,
             last=last,
-            num_blocks=len(remote),
+            num_blocks=len(self.params.block_ids),
             scheduled=self.scheduled,
-            first=self.written - self.first,
+            first=first,
             skip_tokens=skip,
+            other_groups=others,
             cached_tokens=self.cached_tokens,
             began=began,
             trace=self.trace,
@@ -144,15 +154,21 @@ class _Job:
         return write
 
 
+def _needed(local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The blocks of one KV group that the decode engine needs, here and there."""
+    pairs = [pair for pair in zip(local, remote, strict=True) if pair[1] != NULL_BLOCK]
+    return [here for here, _ in pairs], [there for _, there in pairs]
+
+
 class PrefillScheduler:
-    """block_size: tokens per block of this engine. block_ids: see `BlockIds`."""
+    """block_size: tokens per block of this engine. blocks_of: see `BlocksOf`."""
 
     def __init__(
         self,
         config: EngineConfig,
         block_size: int,
         pool: BlockPool,
-        block_ids: BlockIds,
+        blocks_of: BlocksOf,
         *,
         clients: ServerClients,
         open_bridge: OpenBridge,
@@ -160,7 +176,7 @@ class PrefillScheduler:
     ):
         assert isinstance(config.role, PrefillEngineConfig)
         self._config, self._role, self._block_size = config, config.role, block_size
-        self._pool, self._block_ids = pool, block_ids
+        self._pool, self._blocks_of = pool, blocks_of
         self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
@@ -228,7 +244,7 @@ class PrefillScheduler:
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self.stats.add(COMPUTED, tokens)
                 done = job.request.num_computed_tokens + tokens
-                if (write := job.write(done, self._block_ids, self._stepped_at)) is not None:
+                if (write := job.write(done, self._blocks_of, self._stepped_at)) is not None:
                     self._announce(step, job)
                     step.writes.append(write)
         return step

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from dynamo_lite.disagg.bridge import NatsEtcdClients, ThreadBridge
@@ -48,6 +49,7 @@ from dynamo_lite.vllm.engine.connector_types import (
     engine_metadata,
 )
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
+from dynamo_lite.vllm.engine.kv_groups import RequestBlocks
 from dynamo_lite.vllm.engine.kv_memory import preferred_layout
 from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank
 from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
@@ -67,7 +69,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class DynamoLiteConnector(KVConnectorBase_V1):
+class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ):
@@ -81,13 +83,14 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         with refusal_recorded(self._engine_config_file):
             self._engine_config = read_engine_config(extra[ENGINE_CONFIG_FILE])
             hold_lease(self._engine_config.lease_id)
-            check_kv(kv_cache_config, vllm_config.cache_config.block_size)
+            check_kv(kv_cache_config, vllm_config)
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
         #: None in a worker process, and before vLLM's blocks are there.
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._opened: OpenedRank | None = None
         self._manager: KVCacheManager | None = None
+        self._blocks: RequestBlocks | None = None
 
     @property
     def _decode(self) -> DecodeScheduler | None:
@@ -176,7 +179,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._scheduler.metadata = engine_metadata(
             self._engine_config,
             self._vllm_config.cache_config.block_size,
-            self._kv_cache_config.num_blocks,
+            self._kv_cache_config,
             [shake for _, shake in sorted(metadata.items())],
         )
         self._scheduler.bridge.start(_BRIDGE_START_S)
@@ -190,25 +193,29 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def _make_scheduler(self, manager: "KVCacheManager") -> DecodeScheduler | PrefillScheduler:
         config, cache = self._engine_config, self._vllm_config.cache_config
+        self._blocks = RequestBlocks(manager, self._kv_cache_config, cache.block_size)
         clients = NatsEtcdClients(config)
         if isinstance(config.role, PrefillEngineConfig):
             return PrefillScheduler(
                 config,
                 cache.block_size,
                 manager.block_pool,
-                lambda request_id: manager.get_block_ids(request_id)[0],
+                self._blocks.of,
                 clients=clients,
                 open_bridge=ThreadBridge,
             )
         hashed = hash_block_size(self._kv_cache_config, cache.block_size)
+        # With several KV groups a part of a prompt's blocks is no prefix that another one can hit:
+        # window and state groups keep its end only.
+        prefixes = cache.enable_prefix_caching and len(self._kv_cache_config.kv_cache_groups) == 1
         return DecodeScheduler(
             config,
             cache.block_size,
             manager.block_pool,
             clients=clients,
             open_bridge=ThreadBridge,
-            cache=manager.cache_blocks if cache.enable_prefix_caching else None,
-            hash_block_size=hashed if cache.enable_prefix_caching else None,
+            cache=manager.cache_blocks if prefixes else None,
+            hash_block_size=hashed if prefixes else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,
         )
 
@@ -231,7 +238,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._decode is not None:
-            self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+            assert self._blocks is not None
+            wanted = request.num_prompt_tokens - 1
+            tables = self._blocks.of(request.request_id, wanted) if num_external_tokens else ()
+            self._decode.state_after_alloc(request, tables, num_external_tokens)
             # vLLM counts tokens as cached that a prefill worker has computed for this request.
             cached = self._decode.cached_tokens(request.request_id)
             if cached is not None and request.prefill_stats is not None:
@@ -276,8 +286,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         self._scheduler.worker_output(results, report)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._decode is not None:
             self._decode.request_finished(request.request_id)

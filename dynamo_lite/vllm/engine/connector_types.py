@@ -11,13 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, WorkerReport
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.vllm.engine.kv_groups import groups_print
 
 #: The fingerprint entries that come from the engine's ranks; the component adds all others.
-KV_LAYOUT, ATTENTION = "kv_layout", "attention"
+KV_LAYOUT, ATTENTION, KV_GROUPS = "kv_layout", "attention", "kv_groups"
 
 
 @dataclass
@@ -52,11 +54,11 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 def engine_metadata(
     config: EngineConfig,
     block_size_tokens: int,
-    num_blocks: int,
+    kv_config: KVCacheConfig,
     handshakes: Sequence[KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
-    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT and
-    ATTENTION.
+    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT,
+    ATTENTION and KV_GROUPS.
 
     handshakes: in the order of `kv_memory.rank_index`.
     """
@@ -69,9 +71,11 @@ def engine_metadata(
         fingerprint={
             KV_LAYOUT: " and ".join(sorted(orders)),
             ATTENTION: " and ".join(sorted(packings)),
+            # Absent with one group, as in metadata of older versions.
+            **({KV_GROUPS: groups} if (groups := groups_print(kv_config)) else {}),
         },
         block_size_tokens=block_size_tokens,
-        num_blocks=num_blocks,
+        num_blocks=kv_config.num_blocks,
         ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
     )
 

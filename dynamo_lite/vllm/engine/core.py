@@ -98,6 +98,8 @@ class VllmEngine:
             if config is not None:
                 described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
                 self.metadata = await self._in_thread(lambda: self._fingerprinted(described, ttl_s))
+            one_group = self.metadata is None or self.metadata.num_groups == 1
+            self._rules = FirstTokenRules(self.config, one_group=one_group)
         except BaseException:
             await self._close()
             raise
@@ -204,7 +206,6 @@ class VllmEngine:
         if self._publishes_kv:
             self.kv_events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len
-        self._rules = FirstTokenRules(config)
         with refusal_reported(context.engine_config_path):
             return EngineCoreClient.make_async_mp_client(
                 vllm_config=config,

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
-    UniformTypeKVCacheSpecs,
+    MambaSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -21,6 +21,7 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.vllm.engine.block_arrays import block_arrays, packing
+from dynamo_lite.vllm.engine.kv_groups import specs_of
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
@@ -70,24 +71,27 @@ def register(
 ) -> KvMemory:
     """Raises ValueError with the layer's name for a layout that is not supported.
 
-    Layers that share KV have the same tensor, which is registered once.
+    Layers that share KV have the same tensor, which is registered once. Those of different groups
+    may lie at the same address, too: each has blocks of its own there.
     """
-    specs, rank_in_stage = _specs(kv_config), get_tensor_model_parallel_rank()
+    specs, rank_in_stage = specs_of(kv_config), get_tensor_model_parallel_rank()
     tokens = config.cache_config.block_size
     regions: list[KvRegion] = []
     orders: set[str] = set()
     packings: set[str] = set()
-    taken: set[int] = set()
+    taken: set[tuple[int, int]] = set()
     for layer, tensor in kv_caches.items():
-        if tensor.data_ptr() in taken:
+        group, spec = specs.get(layer, (0, None))
+        if (group, tensor.data_ptr()) in taken:
             continue
-        taken.add(tensor.data_ptr())
+        taken.add((group, tensor.data_ptr()))
         packings.add(packing(layer, config))
         heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:
             heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
-            first = first_head(layer, heads, specs.get(layer), config, rank_in_stage)
-            arrays = block_arrays(layer, tensor, config, tokens)
+            first = first_head(layer, heads, spec, config, rank_in_stage)
+            if not isinstance(spec, MambaSpec):
+                arrays = block_arrays(layer, tensor, config, tokens)
         regions += regions_of_tensor(
             layer,
             address=tensor.data_ptr(),
@@ -99,6 +103,7 @@ def register(
             first_head=first,
             tokens=tokens,
             arrays=arrays,
+            group=group,
         )
         orders.add(block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim))
     tensors = list(kv_caches.values())
@@ -114,28 +119,21 @@ def register(
     return KvMemory(rank, frozenset(orders), frozenset(packings), transposer)
 
 
-def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    found: dict[str, KVCacheSpec] = {}
-    for group in kv_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for layer in group.layer_names:
-            each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-            found[layer] = each.get(layer, spec)
-    return found
-
-
 def first_head(
     layer: str, heads: int, spec: KVCacheSpec | None, config: VllmConfig, rank: int
 ) -> int:
     """Returns the model's index of the first of a layer's `heads` on a tensor-parallel rank.
 
     vLLM gives consecutive heads to consecutive ranks; with more ranks than heads, neighbours
-    hold the same one. Raises ValueError if the index is not known.
+    hold the same one. A state is split between all ranks. Raises ValueError if the index is not
+    known.
     """
     parallel, model = config.parallel_config, config.model_config
     ranks = parallel.tensor_parallel_size
     if ranks == 1:
         return 0
+    if isinstance(spec, MambaSpec):
+        return 0 if spec.tp_replicated else rank
     shards = spec.max_tp_shards if isinstance(spec, AttentionSpec) else None
     if shards is None:
         if heads != model.get_num_kv_heads(parallel):

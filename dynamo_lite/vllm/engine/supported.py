@@ -17,12 +17,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
+from dynamo_lite.vllm.engine.kv_groups import specs_of
 
 #: Kinds of KV where a block holds the KV of its tokens, and is not needed again once all tokens
 #: that attend to it are computed. Their subclasses differ, so they do not count.
@@ -42,11 +43,6 @@ def check_args(args: AsyncEngineArgs) -> None:
             "kv-offloading-size does not go with remote prefill: vLLM has one KV connector per"
             f" engine, and offloading would replace ours; remove it, or {_WITHOUT}"
         )
-    if args.disable_hybrid_kv_cache_manager is False:
-        raise StartupError(
-            "disable-hybrid-kv-cache-manager: false does not go with remote prefill: all layers"
-            f" must share one table of blocks; remove it, or {_WITHOUT}"
-        )
 
 
 def check_config(config: VllmConfig) -> None:
@@ -59,21 +55,20 @@ def check_config(config: VllmConfig) -> None:
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
 
 
-def check_kv(kv_config: KVCacheConfig, block_size: int) -> None:
-    """Raises StartupError unless all layers keep their KV in blocks of `block_size` tokens, in
-    one table of blocks."""
+def check_kv(kv_config: KVCacheConfig, config: VllmConfig) -> None:
+    """Raises StartupError unless all layers keep KV of a known kind, attention layers in blocks of
+    the engine's size."""
     groups = kv_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise StartupError(
-            f"the model's layers keep their KV in {len(groups)} groups of blocks"
-            f" ({kinds or 'no KV at all'}), and only one group is supported; {_WITHOUT}"
-        )
-    spec = groups[0].kv_cache_spec
-    inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-    for layer, each in inner.items() or ((", ".join(groups[0].layer_names[:1]), spec),):
-        if reason := _unsupported_layer(each, block_size):
+    if len(kv_config.transfer_group_ids) != len(groups) or not groups:
+        raise StartupError(f"the model has KV that vLLM does not transfer, or none; {_WITHOUT}")
+    for layer, (_, spec) in specs_of(kv_config).items():
+        if reason := _unsupported_layer(spec, config.cache_config.block_size):
             raise StartupError(f"layer {layer}: {reason}; {_WITHOUT}")
+        if isinstance(spec, MambaSpec) and config.speculative_config is not None:
+            raise StartupError(
+                f"speculative-config does not go with remote prefill for this model: layer {layer}"
+                f" keeps a state, and drafts keep one for each of their tokens; {_WITHOUT}"
+            )
 
 
 @contextmanager
@@ -111,11 +106,8 @@ def _unsupported_model(model: ModelConfig) -> str:
     """Why KV of a prompt's tokens is not enough to continue it elsewhere; "" if it is."""
     if model.is_encoder_decoder:
         return "each prompt has an encoder's output, which cannot be transferred"
-    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
-        return (
-            "it has layers with a state per request (Mamba, linear attention and the like),"
-            " and only KV of attention layers can be transferred"
-        )
+    if model.is_attention_free:
+        return "none of its layers has KV: a state alone is not transferred"
     if model.is_diffusion:
         return (
             "it is a diffusion model: it rewrites several tokens at a time, so KV from another"
@@ -126,6 +118,8 @@ def _unsupported_model(model: ModelConfig) -> str:
 
 def _unsupported_layer(spec: KVCacheSpec, block_size: int) -> str:
     """Why a layer's KV is not supported; "" if it is."""
+    if isinstance(spec, MambaSpec):
+        return ""
     if type(spec) not in _SPECS:
         return f"KV of the kind {type(spec).__name__} cannot be transferred"
     if spec.block_size != block_size:

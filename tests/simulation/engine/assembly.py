@@ -278,8 +278,8 @@ def build_engine(
     def cache(request: SimRequest, tokens: int) -> None:
         core.scheduler.cache(request, tokens)
 
-    def block_ids(job: str) -> list[int]:
-        return core.scheduler.requests[job].block_ids
+    def blocks_of(job: str, _tokens: int) -> list[list[int]]:
+        return [core.scheduler.requests[job].block_ids]
 
     if decodes:
         scheduler = parts.decode_scheduler(
@@ -301,7 +301,7 @@ def build_engine(
             setup.engine_config,
             config.block_size,
             pool,
-            block_ids,
+            blocks_of,
             clients=setup.clients,
             open_bridge=TaskBridge,
             clock=setup.clock,

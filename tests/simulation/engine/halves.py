@@ -16,6 +16,7 @@ from dynamo_lite.disagg.engine_api import Block
 from dynamo_lite.disagg.messages import BlockWrite, PrefixRead, RankResults, WorkerReport
 from dynamo_lite.disagg.prefill.block_writes import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
@@ -145,7 +146,7 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
         return self.scheduler.num_new_matched_tokens(request, cached)
 
     def allocated(self, request: SimRequest, external: int) -> None:
-        self.scheduler.state_after_alloc(request, request.block_ids, external)
+        self.scheduler.state_after_alloc(request, [request.block_ids], external)
         if external:
             first = (request.num_prompt_tokens - 1 - external) // self._size
             prefix, targets = request.block_ids[:first], request.block_ids[first:]
@@ -173,9 +174,9 @@ def watch(rank: PrefillRank, mover: SimMover) -> None:
     """Gives the mover the attempt of each write and read of the rank, for the invariants."""
     start_write, start_read = rank._writes._write, rank._reads.start
 
-    def write(attempt: OutgoingAttempt, write: BlockWrite, *args: Any, **kwargs: Any) -> Transfer:
+    def write(attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer | None:
         mover.attempt = write.attempt
-        return start_write(attempt, write, *args, **kwargs)
+        return start_write(attempt, write, peer)
 
     def read(read: PrefixRead) -> None:
         mover.attempt = read.attempt

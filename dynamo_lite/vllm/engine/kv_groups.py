@@ -1,0 +1,83 @@
+"""The KV groups of a model, each with its own table of blocks, and a request's blocks in each.
+
+Attention layers keep the KV of a block's tokens in a block. Layers with a state (Mamba, linear
+attention) keep one state for all tokens so far, in the last block of their table.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from dynamo_lite.protocol.prefill import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+#: vLLM's order of the bytes in a convolution's state.
+_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+
+
+def specs_of(config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
+    """Returns the group and the specification of each layer's KV, by layer."""
+    found: dict[str, tuple[int, KVCacheSpec]] = {}
+    for number, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        for layer in group.layer_names:
+            found[layer] = number, each.get(layer, spec)
+    return found
+
+
+def groups_print(config: KVCacheConfig) -> str:
+    """What must be equal on both sides; "" for a model with one group."""
+    groups = config.kv_cache_groups
+    if len(groups) == 1:
+        return ""
+    return json.dumps([_described(group.kv_cache_spec) for group in groups])
+
+
+def _described(spec: KVCacheSpec) -> list[str]:
+    described = [type(spec).__name__]
+    if isinstance(spec, SlidingWindowSpec):
+        described.append(str(spec.sliding_window))
+    if isinstance(spec, MambaSpec):
+        state = (spec.mamba_type.name, spec.shapes, spec.dtypes, os.environ.get(_STATE_LAYOUT, ""))
+        described += map(str, state)
+    return described
+
+
+class RequestBlocks:
+    """The blocks of a manager's requests. block_size: in tokens."""
+
+    def __init__(self, manager: "KVCacheManager", config: KVCacheConfig, block_size: int):
+        self._manager, self._size = manager, block_size
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._states = [isinstance(spec, MambaSpec) for spec in specs]
+
+    def of(self, request_id: str, tokens: int) -> Sequence[Sequence[int]]:
+        """Returns the table of each group for the request's first `tokens` tokens.
+
+        In the table of a state, it is the last block, and the others are null.
+        """
+        tables = self._manager.get_block_ids(request_id)
+        if not any(self._states):
+            return tables
+        count = -(-tokens // self._size)
+        return [
+            _state_table(table, count) if state else table
+            for state, table in zip(self._states, tables, strict=True)
+        ]
+
+
+def _state_table(table: Sequence[int], count: int) -> list[int]:
+    state = next((block for block in reversed(table) if block != NULL_BLOCK), NULL_BLOCK)
+    return [*[NULL_BLOCK] * (count - 1), state]
