@@ -98,7 +98,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "num_experts": 4,
-        "mlp_only_layers": [0, 1, 2, 3],
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
     },
 }
 SHAPES["eagle"] = {**SHAPES["tiny"], "num_hidden_layers": 1}

@@ -59,6 +59,19 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "block_hashes medium group_idx",
         "vllm/engine/kv_events.py",
     ),
+    "vllm.v1.engine.core:EngineCore": (
+        "get_kv_cache_group_metadata",
+        "vllm/engine/core.py",
+    ),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        "kv_cache_groups num_blocks transfer_group_ids",
+        "vllm/engine/kv_groups.py, supported.py",
+    ),
+    "vllm.v1.kv_cache_interface:MambaSpec": (
+        "shapes dtypes mamba_type tp_replicated",
+        "vllm/engine/kv_groups.py, kv_memory.py",
+    ),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window", "vllm/engine/kv_groups.py"),
     "vllm.v1.engine.async_llm:AsyncLLM": (
         "_run_output_handler _add_request check_admission shutdown output_handler engine_core"
         " output_processor input_processor",

@@ -1,5 +1,4 @@
-"""Models of other kinds, and one with drafts: their KV is handed over, or they are refused at the
-start.
+"""Models of other kinds, and one with drafts: their KV is handed over.
 
 A pair of a decode and a prefill worker for each, in a namespace of its own and without a
 Frontend. What is right is what the decode worker generates alone.
@@ -26,7 +25,16 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 #: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
 #: of the CPU build runs on processors with AMX only.
-OPTIONS = {"mla": {"block-size": 16, "attention-backend": "CPU_MLA"}, "sliding": {}, "eagle": {}}
+OPTIONS = {
+    "mla": {"block-size": 16, "attention-backend": "CPU_MLA"},
+    "sliding": {},
+    "eagle": {},
+    "windows": {},
+    "hybrid": {"dtype": "bfloat16"},
+}
+#: Tokens per step of prefill workers that are killed half-way: one block of the hybrid model, which
+#: vLLM makes as large as a state.
+STEP_TOKENS = {"eagle": 64, "windows": 64, "hybrid": 576}
 #: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
 WINDOW_BLOCKS = 128 // 32 + 2
 #: Full and begun blocks; all beyond the sliding window.
@@ -41,8 +49,8 @@ class Worker(Graph):
         if model == "eagle":
             drafts = {"method": "eagle", "model": str(made), "num_speculative_tokens": 2}
             made, changes["speculative-config"] = MODEL, drafts
-            if service == "PrefillWorker":
-                changes["max-num-batched-tokens"] = 64  # long enough to be killed half-way
+        if service == "PrefillWorker" and model in STEP_TOKENS:
+            changes["max-num-batched-tokens"] = STEP_TOKENS[model]
         super().__init__(
             directory / f"{model}-{service}",
             options=[
@@ -105,10 +113,11 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
         assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
 
 
-async def test_a_prefill_worker_with_drafts_that_is_killed_half_way(workers, etcd_url: str):
-    decode, prefill = workers["eagle"]
+@pytest.mark.parametrize("model", list(STEP_TOKENS))
+async def test_a_prefill_worker_that_is_killed_half_way(workers, etcd_url: str, model: str):
+    decode, prefill = workers[model]
     prompt, killed = prompt_ids(6000, seed=1150), prefill.process("PrefillWorker")
-    async with Direct(etcd_url, "eagle") as direct:
+    async with Direct(etcd_url, model) as direct:
         alone = await direct.tokens(prompt, local=True, max_tokens=12)
         before = sample_sum(killed.status_url, COMPUTED)
         answer = asyncio.create_task(direct.tokens(prompt, max_tokens=12))
@@ -122,18 +131,3 @@ async def test_a_prefill_worker_with_drafts_that_is_killed_half_way(workers, etc
         assert await answer == alone
     assert decode.count("VllmWorker", REMOTE, outcome="committed") == len(LENGTHS)
     assert not decode.errors()
-
-
-def test_a_hybrid_model_is_refused_at_its_start(tmp_path: Path, servers: list[str]):
-    refused = Worker(tmp_path, "hybrid", "VllmWorker", servers)
-    refused.start()
-    try:
-        eventually(lambda: refused.exit_code is not None, timeout_s=120, what="it has ended")
-    finally:
-        code = refused.end()
-    assert code == 1, refused.tails()
-    assert "layers with a state per request (Mamba, linear attention and the like)" in (
-        refused.output
-    )
-    assert "graphs.agg, or VllmWorker.remote-prefill: false" in refused.output
-    assert "Traceback" not in refused.output

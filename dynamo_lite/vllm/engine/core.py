@@ -42,7 +42,7 @@ from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.engine.adapters import Adapters
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
-from dynamo_lite.vllm.engine.kv_events import followed
+from dynamo_lite.vllm.engine.kv_events import VllmKvEvents, followed
 from dynamo_lite.vllm.engine.supported import refusal_reported
 from dynamo_lite.vllm.first_token import FirstTokenRules
 
@@ -78,6 +78,7 @@ class VllmEngine:
         self._publishes_kv = publishes_kv
         #: What publishes the engine's blocks; None before the start, and if nothing does.
         self.kv_events: KvEvents | None = None
+        self._events: VllmKvEvents | None = None
         #: vLLM's client; None before the start and after the end.
         self._client: Any = None
         self._config: VllmConfig | None = None
@@ -98,6 +99,9 @@ class VllmEngine:
             if config is not None:
                 described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
                 self.metadata = await self._in_thread(lambda: self._fingerprinted(described, ttl_s))
+            if self._events is not None:
+                groups = await self._client.call_utility_async("get_kv_cache_group_metadata")
+                self._events.follow(groups)
             one_group = self.metadata is None or self.metadata.num_groups == 1
             self._rules = FirstTokenRules(self.config, one_group=one_group)
         except BaseException:
@@ -204,7 +208,7 @@ class VllmEngine:
             kv_events=self._publishes_kv,
         )
         if self._publishes_kv:
-            self.kv_events = followed(config, context.on_drop)
+            self.kv_events = self._events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len
         with refusal_reported(context.engine_config_path):
             return EngineCoreClient.make_async_mp_client(

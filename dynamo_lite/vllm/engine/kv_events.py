@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 100_000
 #: Medium of blocks on the device. Blocks of other media are in an offloading store.
 _ON_DEVICE = (None, "GPU")
+
+#: vLLM's kinds of KV groups that keep the KV of all tokens.
+_WHOLE = ("full_attention", "mla_attention")
 
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
@@ -54,8 +58,8 @@ class VllmKvEvents:
     """The blocks that one engine holds, according to its events. Implements `KvEvents`.
 
     Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
-    embeddings) get no hash, and neither do the blocks behind them. For a model with several groups
-    of layers, only blocks of the first group are followed. engine: with `kv_events_config`.
+    embeddings) get no hash, and neither do the blocks behind them. Of a model with several KV
+    groups one is followed, see `follow`. engine: with `kv_events_config`.
     """
 
     def __init__(self, engine: VllmConfig, on_drop: OnDrop):
@@ -65,7 +69,15 @@ class VllmKvEvents:
         #: By vLLM's name of a block: its hash, and how often it is held. vLLM reports a block that
         #: it holds twice each time; it is gone when it was removed as often.
         self._held: dict[int | bytes, tuple[ChainHash, int]] = {}
-        self._next = 0
+        self._next = self._group = 0
+
+    def follow(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Chooses the KV group whose blocks are followed: one that keeps all of a prompt's.
+
+        groups: vLLM's description of each, in their order.
+        """
+        whole = (n for n, group in enumerate(groups) if group.get("kind") in _WHOLE)
+        self._group = next(whole, 0)
 
     @property
     def block_size_tokens(self) -> int:
@@ -119,12 +131,13 @@ class VllmKvEvents:
     def _change(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> KvChange | None:
         if isinstance(event, AllBlocksCleared):
             return self._clear()
-        if event.group_idx or event.medium not in _ON_DEVICE:
+        if (event.group_idx or 0) != self._group or event.medium not in _ON_DEVICE:
             return None
         if isinstance(event, BlockRemoved):
             gone = self._removed(event.block_hashes)
             return KvRemoved(hashes=gone) if gone else None
-        if event.block_size != self.block_size_tokens:
+        # Of a window's blocks vLLM names those that it keeps, which may be none.
+        if event.block_size != self.block_size_tokens or not event.block_hashes:
             return None
         chain = self._stored(event)
         return KvStored(hashes=chain) if chain else None

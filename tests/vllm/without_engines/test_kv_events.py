@@ -111,6 +111,17 @@ def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     assert engine(stored(0, 1, extra_keys=[(("image", 0),)])) == []
 
 
+def test_the_group_that_keeps_all_blocks_is_followed(engine: Engine):
+    """A window's events name the blocks in the window only, after its first tokens none."""
+    engine.events.follow([{"kind": "sliding_window"}, {"kind": "full_attention"}])
+    window = stored(0, 2, block_hashes=[], extra_keys=[])
+    assert engine(window, stored(0, 2, group_idx=1)) == [KvStored(hashes=CHAIN[:2])]
+    assert engine(removed(100), removed(101, group_idx=1)) == [KvRemoved(hashes=[CHAIN[1]])]
+    engine.events.follow([{"kind": "sliding_window"}])
+    assert engine(window) == []
+    assert engine.drops == []
+
+
 def test_other_groups_sizes_and_unknown_parents_are_left_out(engine: Engine):
     assert engine(stored(0, 1, group_idx=1), removed(100, group_idx=1)) == []
     assert engine(stored(0, 1, block_size=2, token_ids=TOKENS[:2])) == []

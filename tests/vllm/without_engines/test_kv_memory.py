@@ -125,7 +125,9 @@ def test_an_engine_names_the_attention_backend_that_vllm_has_chosen(registered):
     kv = registered({"layer": tensor}, 1, {"layer": layer})
     own = cast("Any", SimpleNamespace(engine_id="e", lease_id=1))
     shakes = [RankHandshake(encode(kv.rank), kv.orders, kv.packings)] * 2
-    metadata = engine_metadata(own, TOKENS, BLOCKS, shakes)
+    kv_config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec(1))])
+    metadata = engine_metadata(own, TOKENS, kv_config, shakes)
+    assert "kv_groups" not in metadata.fingerprint, "as in older versions"
     assert metadata.fingerprint["attention"] == "TRITON_MLA"
 
 

@@ -40,12 +40,21 @@ SHAPE: dict[str, Any] = {
 }
 FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=128)
 DRAFTS_IN_STAGES = {"parallel": {"pipeline_parallel_size": 2}, "speculative_config": "ngram"}
+ODD = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 def kv(*specs: KVCacheSpec) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec([*getattr(spec, "kv_cache_specs", [f"layer{i}"])], spec)
+        for i, spec in enumerate(specs)
+    ]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def engine(*, drafts: Any = None) -> Any:
+    cache = SimpleNamespace(block_size=BLOCK)
+    return SimpleNamespace(cache_config=cache, speculative_config=drafts)
 
 
 def uniform(**specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
@@ -65,26 +74,32 @@ def uniform(**specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
     ids=["full", "window", "mixed", "one byte", "MLA", "sizes"],
 )
 def test_kv_in_blocks_of_tokens_is_handed_over(spec):
-    check_kv(kv(spec), BLOCK)
+    check_kv(kv(spec), engine())
+    check_kv(kv(spec, WINDOW, MAMBA), engine())
 
 
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ([FULL, MAMBA], "in 2 groups of blocks (FullAttentionSpec, MambaSpec)"),
-        ([], "in 0 groups of blocks (no KV at all)"),
-        ([MAMBA], "layer layer0: KV of the kind MambaSpec"),
-        ([ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)], "ChunkedLocalAttention"),
+        ([], "the model has KV that vLLM does not transfer, or none"),
+        ([FULL, ODD], "layer layer1: KV of the kind ChunkedLocalAttention"),
+        ([ODD], "ChunkedLocalAttention"),
         ([FullAttentionSpec(**{**SHAPE, "block_size": 64})], "blocks hold 64 tokens, the engine's"),
         ([FullAttentionSpec(**SHAPE, tokens_per_state=4)], "one state for 4 tokens"),
         ([FullAttentionSpec(**SHAPE, non_causal=True)], "(prefix LM)"),
         ([uniform(a=FULL, b=FullAttentionSpec(**SHAPE, non_causal=True))], "layer b: each token"),
-        ([uniform(a=FULL, odd=MAMBA)], "layer odd: KV of the kind MambaSpec"),
+        ([uniform(a=FULL, odd=ODD)], "layer odd: KV of the kind ChunkedLocalAttention"),
     ],
 )
 def test_other_kv_is_refused_with_the_reason(specs, reason):
     with pytest.raises(StartupError, match=re.escape(reason)):
-        check_kv(kv(*specs), BLOCK)
+        check_kv(kv(*specs), engine())
+
+
+def test_drafts_of_a_model_with_states_are_refused():
+    with pytest.raises(StartupError, match=r"speculative-config .* layer layer1 keeps a state"):
+        check_kv(kv(FULL, MAMBA), engine(drafts="ngram"))
+    check_kv(kv(FULL, WINDOW), engine(drafts="ngram"))
 
 
 def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
@@ -121,8 +136,7 @@ def test_ordinary_engines_are_supported():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"model": {"is_hybrid": True}}, "some/model: it has layers with a state per request"),
-        ({"model": {"is_attention_free": True}}, "some/model: it has layers with a state"),
+        ({"model": {"is_attention_free": True}}, "some/model: none of its layers has KV"),
         ({"model": {"is_encoder_decoder": True}}, "some/model: each prompt has an encoder's"),
         ({"model": {"is_diffusion": True}}, "some/model: it is a diffusion model"),
         ({"parallel": {"data_parallel_size": 3}}, "(ServiceArgs.workers: 3)"),
@@ -153,7 +167,6 @@ def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytes
     [
         ({"kv_offloading_size": 4.0}, "kv-offloading-size"),
         ({"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"}, "kv-offloading-size"),
-        ({"disable_hybrid_kv_cache_manager": False}, "disable-hybrid-kv-cache-manager: false"),
     ],
 )
 def test_arguments_that_displace_the_connector_are_refused(given: dict[str, Any], key: str):
