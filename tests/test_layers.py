@@ -55,19 +55,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_995,
+    "dynamo_lite/protocol": 2_007,
     "dynamo_lite/runtime": 6_207,
     "dynamo_lite/routing": 1_072,
-    "dynamo_lite/transfer": 1_253,
+    "dynamo_lite/transfer": 1_291,
     "dynamo_lite/request_plane": 2_039,
-    "dynamo_lite/disagg": 6_653,
-    "dynamo_lite/vllm": 6_592,
+    "dynamo_lite/disagg": 6_709,
+    "dynamo_lite/vllm": 6_710,
     "dynamo_lite/forward": 5_149,
     "dynamo_lite/planner": 2_131,
     "dynamo_lite/serve": 5_732,
     "dynamo_lite/cli": 2_842,
-    "tests": 55_586,
-    "tests/simulation": 8_562,
+    "tests": 55_895,
+    "tests/simulation": 8_563,
 }
 SLACK = 50
 

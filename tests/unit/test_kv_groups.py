@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import NULL_BLOCK
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
@@ -81,7 +82,7 @@ def test_a_write_has_what_the_decode_engine_needs_of_each_group(half: Half):
 async def test_groups_that_do_not_fit_are_never_claimed(wrong):
     links = ScriptedLinks()
     ranks = (of_rank(region(0), region(1, "1")),)
-    links.link.target = structs.replace(links.link.target, ranks=ranks)
+    links.link = PeerLink(structs.replace(links.link.target, ranks=ranks))
     async with working(links=links) as rig:
         await rig.push(prefill_job(**wrong))
         await rig.acked()

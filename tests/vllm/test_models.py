@@ -37,6 +37,7 @@ OPTIONS = {
 STEP_TOKENS = {"eagle": 64, "windows": 64, "hybrid": 576}
 #: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
 WINDOW_BLOCKS = 128 // 32 + 2
+LAYER_BYTES = BLOCK_BYTES // 4
 #: Full and begun blocks; all beyond the sliding window.
 LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1500)
 
@@ -108,8 +109,12 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
     assert decode.count("VllmWorker", DECISIONS, reason="long", verdict="remote") == count
     assert decode.count("VllmWorker", REMOTE, outcome="committed") == count
     assert not decode.errors() + prefill.errors()
+    sent = prefill.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
+    if model == "windows":
+        # All blocks of one layer, and those in the window of five.
+        needed = sum(-(-(tokens - 1) // 32) + 5 * (128 // 32 + 1) for tokens in LENGTHS)
+        assert needed <= sent / LAYER_BYTES <= 1.1 * needed
     if model == "sliding":
-        sent = prefill.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
         assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
 
 

@@ -37,7 +37,6 @@ from dynamo_lite.protocol.prefill import (
     WriterOutcome,
     decode_claim_reply,
 )
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.claim_cells import ClaimCells, OpenCell
@@ -120,7 +119,7 @@ class JobAttempt:
             if link.mark:
                 why = f"it cannot be written into: {link.mark}"
                 return await self._give_back("failed", why, "unusable")
-            _check_blocks(request, link.target)
+            _check_blocks(request, link)
         except ProtocolError as exc:  # the engine's record, or the job
             return await self._give_back("failed", str(exc), "malformed")
         except DynamoLiteError as exc:
@@ -292,8 +291,9 @@ class JobAttempt:
         logger.log(level, "request %s: attempt %s: %s: %s", *ids, what, why)
 
 
-def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
+def _check_blocks(request: RemotePrefillRequest, link: PeerLink) -> None:
     """Raises ProtocolError unless a job's blocks cover its tokens and are in the pool."""
+    target = link.target
     size = target.block_size_tokens
     first, rest = divmod(request.num_computed_tokens, size)
     wanted = -(-len(request.prompt_token_ids) // size) - first
@@ -307,11 +307,11 @@ def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None
             f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
             f" {request.num_computed_tokens} tokens"
         )
-    groups, others = target.num_groups, request.other_groups
-    if len(others) != groups - 1 or any(len(ids) != wanted for ids in others):
+    others = request.other_groups
+    if len(others) != link.groups - 1 or any(len(ids) != wanted for ids in others):
         raise ProtocolError(
-            f"{[len(ids) for ids in others]} blocks in other KV groups: the engine has {groups}"
-            f" groups, and {wanted} blocks are wanted in each"
+            f"{[len(ids) for ids in others]} blocks in the other KV groups, not {wanted} in each of"
+            f" {link.groups - 1}"
         )
     if others and request.prefix_block_ids:
         raise ProtocolError("prefix blocks of an engine with several KV groups")

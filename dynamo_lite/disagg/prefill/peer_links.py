@@ -33,6 +33,8 @@ class PeerLink:
 
     def __init__(self, target: EngineMetadata):
         self.target = target
+        #: KV groups of its model.
+        self.groups = target.num_groups
         #: Whether its blocks can also be read.
         self.reads = False
         #: Why it is not used; empty: it is used.

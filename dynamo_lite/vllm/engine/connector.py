@@ -8,6 +8,7 @@ ranks) and forwards vLLM's hooks to it.
 import atexit
 import ctypes
 import gc
+import logging
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
@@ -207,7 +210,14 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         hashed = hash_block_size(self._kv_cache_config, cache.block_size)
         # With several KV groups a part of a prompt's blocks is no prefix that another one can hit:
         # window and state groups keep its end only.
-        prefixes = cache.enable_prefix_caching and len(self._kv_cache_config.kv_cache_groups) == 1
+        groups = len(self._kv_cache_config.kv_cache_groups)
+        prefixes = cache.enable_prefix_caching and groups == 1
+        if groups > 1:
+            logger.info(
+                "the model has %d KV groups: prefix reads, resumes, waits for shared prefixes and"
+                " first tokens from prefill workers are off",
+                groups,
+            )
         return DecodeScheduler(
             config,
             cache.block_size,

@@ -21,14 +21,16 @@ from tests.vllm.without_engines.test_requests import MODEL, message
 LIMIT = MODEL.max_model_len
 
 
-def rules(monkeypatch: pytest.MonkeyPatch, *, cpu: bool = False, **changes: Any) -> FirstTokenRules:
+def rules(
+    monkeypatch: pytest.MonkeyPatch, *, cpu: bool = False, one_group: bool = True, **changes: Any
+) -> FirstTokenRules:
     """Of an engine; changes: of its configuration."""
     platform = SimpleNamespace(is_cpu=lambda: cpu)
     monkeypatch.setattr(first_token, "current_platform", platform)
     cache = SimpleNamespace(sliding_window=None)
     fields = {"model_config": MODEL, "cache_config": cache, "speculative_config": None}
     config: Any = SimpleNamespace(**(fields | changes))
-    return FirstTokenRules(config)
+    return FirstTokenRules(config, one_group=one_group)
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -104,8 +106,9 @@ def test_a_first_token_that_is_the_last_one_the_model_takes_is_not(monkeypatch):
         {"model_config": changed(MODEL, logits_processors=["mine.Processor"])},
         {"model_config": changed(MODEL, is_diffusion=True)},
         {"cache_config": SimpleNamespace(sliding_window=128)},
+        {"one_group": False},
     ],
-    ids=["logits processor", "not causal", "frees blocks early"],
+    ids=["logits processor", "not causal", "frees blocks early", "several KV groups"],
 )
 def test_engines_of_these_kinds_take_and_give_none(monkeypatch, config):
     here = rules(monkeypatch, **config)
