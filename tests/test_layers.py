@@ -61,7 +61,7 @@ BUDGET = {
     "dynamo_lite/transfer": 1_291,
     "dynamo_lite/request_plane": 2_039,
     "dynamo_lite/disagg": 6_709,
-    "dynamo_lite/vllm": 6_710,
+    "dynamo_lite/vllm": 6_722,
     "dynamo_lite/forward": 5_149,
     "dynamo_lite/planner": 2_131,
     "dynamo_lite/serve": 5_732,

@@ -5,10 +5,10 @@ attention) keep one state for all tokens so far, in the last block of their tabl
 """
 
 import json
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
@@ -21,9 +21,6 @@ from dynamo_lite.protocol.prefill import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-#: vLLM's order of the bytes in a convolution's state.
-_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def specs_of(config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
@@ -42,7 +39,18 @@ def groups_print(config: KVCacheConfig) -> str:
     groups = config.kv_cache_groups
     if len(groups) == 1:
         return ""
-    return json.dumps([_described(group.kv_cache_spec) for group in groups])
+    return json.dumps([_described(spec) for spec in _kinds(config)])
+
+
+def _kinds(config: KVCacheConfig) -> list[KVCacheSpec]:
+    """One specification of each group; those of a group differ in sizes only."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return [
+        next(iter(spec.kv_cache_specs.values()))
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else spec
+        for spec in specs
+    ]
 
 
 def _described(spec: KVCacheSpec) -> list[str]:
@@ -50,7 +58,12 @@ def _described(spec: KVCacheSpec) -> list[str]:
     if isinstance(spec, SlidingWindowSpec):
         described.append(str(spec.sliding_window))
     if isinstance(spec, MambaSpec):
-        state = (spec.mamba_type.name, spec.shapes, spec.dtypes, os.environ.get(_STATE_LAYOUT, ""))
+        state = (
+            spec.mamba_type.name,
+            spec.shapes,
+            spec.dtypes,
+            envs.VLLM_SSM_CONV_STATE_LAYOUT,
+        )
         described += map(str, state)
     return described
 
@@ -60,8 +73,7 @@ class RequestBlocks:
 
     def __init__(self, manager: "KVCacheManager", config: KVCacheConfig, block_size: int):
         self._manager, self._size = manager, block_size
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        self._states = [isinstance(spec, MambaSpec) for spec in specs]
+        self._states = [isinstance(spec, MambaSpec) for spec in _kinds(config)]
 
     def of(self, request_id: str, tokens: int) -> Sequence[Sequence[int]]:
         """Returns the table of each group for the request's first `tokens` tokens.
