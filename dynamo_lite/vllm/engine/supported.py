@@ -61,9 +61,10 @@ def check_kv(kv_config: KVCacheConfig, config: VllmConfig) -> None:
     groups = kv_config.kv_cache_groups
     if len(kv_config.transfer_group_ids) != len(groups) or not groups:
         raise StartupError(f"the model has KV that vLLM does not transfer, or none; {_WITHOUT}")
+    one = "" if len(groups) == 1 else "set disable-hybrid-kv-cache-manager: true for one group, or "
     for layer, (_, spec) in specs_of(kv_config).items():
         if reason := _unsupported_layer(spec, config.cache_config.block_size):
-            raise StartupError(f"layer {layer}: {reason}; {_WITHOUT}")
+            raise StartupError(f"layer {layer}: {reason}; {one}{_WITHOUT}")
         if isinstance(spec, MambaSpec) and config.speculative_config is not None:
             raise StartupError(
                 f"speculative-config does not go with remote prefill for this model: layer {layer}"

@@ -96,6 +96,13 @@ def test_other_kv_is_refused_with_the_reason(specs, reason):
         check_kv(kv(*specs), engine())
 
 
+def test_where_one_group_may_help_it_is_named():
+    """As where full attention has larger heads: vLLM gives its group blocks of fewer tokens."""
+    other = FullAttentionSpec(**{**SHAPE, "block_size": 64})
+    with pytest.raises(StartupError, match=r"64 tokens.*disable-hybrid-kv-cache-manager: true"):
+        check_kv(kv(WINDOW, other), engine())
+
+
 def test_drafts_of_a_model_with_states_are_refused():
     with pytest.raises(StartupError, match=r"speculative-config .* layer layer1 keeps a state"):
         check_kv(kv(FULL, MAMBA), engine(drafts="ngram"))
