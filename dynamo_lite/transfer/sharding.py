@@ -154,7 +154,9 @@ def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
     """Stages all lanes: one write cannot mix blocks of different sizes on a side."""
     if any(lane.remote.group for mine in lanes.values() for lane in mine):
         raise IncompatiblePeer(
-            peer, "blocks of a model with several KV groups must be equal, with the same ranks"
+            peer,
+            "blocks of a model with several KV groups must be equal on both sides, unless"
+            " disable-hybrid-kv-cache-manager: true puts all layers into one group",
         )
     tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
     if len(tokens) > 1:

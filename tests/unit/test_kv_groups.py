@@ -76,6 +76,7 @@ def test_a_write_has_what_the_decode_engine_needs_of_each_group(half: Half):
         {"other_groups": [[5, 6], [7, 8]]},
         {"other_groups": [[5]]},
         {"other_groups": [[5, 1 << 20]]},
+        {"other_groups": [[5, NULL_BLOCK]]},
         {"other_groups": [[5, 6]], "prefix_block_ids": [3]},
     ],
 )
@@ -115,6 +116,22 @@ def test_groups_that_differ_are_refused():
     here, there = [of_rank(region(0), region(1, "1"))], [of_rank(region(0), region(2, "1"))]
     with pytest.raises(IncompatiblePeer, match="layer 1 is in KV group 1 here, 2 there"):
         join("d1", here, there)
+
+
+def test_window_heads_of_two_ranks_are_joined():
+    head = {"head_bytes": BLOCK_BYTES // 2}
+    two = [
+        of_rank(
+            *(region(g, f"{g}", block_bytes=BLOCK_BYTES // 2, first_head=n, **head) for g in (0, 1))
+        )
+        for n in range(2)
+    ]
+    one = [of_rank(*(region(g, f"{g}", **head) for g in (0, 1)))]
+    lanes = join("d1", two, one)
+    assert {rank: [lane.remote.group for lane in mine] for (rank, _), mine in lanes.items()} == {
+        0: [0, 1],
+        1: [0, 1],
+    }
 
 
 def test_blocks_that_would_have_to_be_converted_are_refused():

@@ -146,7 +146,10 @@ class Prompts:
         )
         # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.
-        blocks = [self._pool.blocks[block] for table in tables for block in table[:end]]
+        pool = self._pool.blocks
+        blocks = [
+            pool[block] for table in tables for block in table[:end] if not pool[block].is_null
+        ]
         self._pool.touch(blocks)
         self._prefills.hold(attempt, blocks)
         job = RemotePrefillRequest(
@@ -176,7 +179,10 @@ class Prompts:
         """
         blocks = self._pool.blocks
         return min(
-            next(n for n in range(computed, len(table)) if not blocks[table[n]].is_null)
+            next(
+                (n for n in range(computed, len(table)) if not blocks[table[n]].is_null),
+                len(table) - 1,
+            )
             for table in tables
         )
 

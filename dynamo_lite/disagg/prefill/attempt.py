@@ -28,6 +28,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.prefill import (
+    NULL_BLOCK,
     Claim,
     ClaimRefused,
     Done,
@@ -315,6 +316,8 @@ def _check_blocks(request: RemotePrefillRequest, link: PeerLink) -> None:
         )
     if others and request.prefix_block_ids:
         raise ProtocolError("prefix blocks of an engine with several KV groups")
+    if others and any(ids[-1] == NULL_BLOCK for ids in (request.block_ids, *others)):
+        raise ProtocolError("a KV group does not need the prompt's last block")
     highest = max(chain(request.block_ids, request.prefix_block_ids, *others))
     if highest >= target.num_blocks:
         raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")

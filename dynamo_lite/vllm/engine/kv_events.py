@@ -32,7 +32,7 @@ _MAX_WAITING = 100_000
 _ON_DEVICE = (None, "GPU")
 
 #: vLLM's kinds of KV groups that keep the KV of all tokens.
-_WHOLE = ("full_attention", "mla_attention")
+_WHOLE = ("full_attention", "mla_attention", "sink_full_attention")
 
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
@@ -76,7 +76,12 @@ class VllmKvEvents:
 
         groups: vLLM's description of each, in their order.
         """
-        whole = (n for n, group in enumerate(groups) if group.get("kind") in _WHOLE)
+        size = self.block_size_tokens
+        whole = (
+            number
+            for number, group in enumerate(groups)
+            if group["kind"] in _WHOLE and group["block_size"] == size
+        )
         self._group = next(whole, 0)
 
     @property

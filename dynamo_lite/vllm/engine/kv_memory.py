@@ -79,12 +79,14 @@ def register(
     regions: list[KvRegion] = []
     orders: set[str] = set()
     packings: set[str] = set()
-    taken: set[tuple[int, int]] = set()
+    taken: set[tuple[int | None, int]] = set()
     for layer, tensor in kv_caches.items():
         group, spec = specs.get(layer, (0, None))
-        if (group, tensor.data_ptr()) in taken:
+        # vLLM does not name the group of a layer that uses another one's KV.
+        at = tensor.data_ptr()
+        if (group if spec else None, at) in taken:
             continue
-        taken.add((group, tensor.data_ptr()))
+        taken |= {(group, at), (None, at)}
         packings.add(packing(layer, config))
         heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:

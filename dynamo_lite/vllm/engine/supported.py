@@ -29,6 +29,7 @@ from dynamo_lite.vllm.engine.kv_groups import specs_of
 #: that attend to it are computed. Their subclasses differ, so they do not count.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
+_ONE_GROUP = "set disable-hybrid-kv-cache-manager: true for both workers"
 _WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
 
 
@@ -61,10 +62,13 @@ def check_kv(kv_config: KVCacheConfig, config: VllmConfig) -> None:
     groups = kv_config.kv_cache_groups
     if len(kv_config.transfer_group_ids) != len(groups) or not groups:
         raise StartupError(f"the model has KV that vLLM does not transfer, or none; {_WITHOUT}")
-    one = "" if len(groups) == 1 else "set disable-hybrid-kv-cache-manager: true for one group, or "
-    for layer, (_, spec) in specs_of(kv_config).items():
+    specs = specs_of(kv_config)
+    # Layers with a state need groups.
+    one = len(groups) > 1 and not any(isinstance(spec, MambaSpec) for _, spec in specs.values())
+    instead = f"{_ONE_GROUP}, or {_WITHOUT}" if one else _WITHOUT
+    for layer, (_, spec) in specs.items():
         if reason := _unsupported_layer(spec, config.cache_config.block_size):
-            raise StartupError(f"layer {layer}: {reason}; {one}{_WITHOUT}")
+            raise StartupError(f"layer {layer}: {reason}; {instead}")
         if isinstance(spec, MambaSpec) and config.speculative_config is not None:
             raise StartupError(
                 f"speculative-config does not go with remote prefill for this model: layer {layer}"

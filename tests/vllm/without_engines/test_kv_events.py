@@ -113,11 +113,13 @@ def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
 
 def test_the_group_that_keeps_all_blocks_is_followed(engine: Engine):
     """A window's events name the blocks in the window only, after its first tokens none."""
-    engine.events.follow([{"kind": "sliding_window"}, {"kind": "full_attention"}])
+    window_group = {"kind": "sliding_window", "block_size": BLOCK}
+    other = {"kind": "full_attention", "block_size": 2 * BLOCK}
+    engine.events.follow([window_group, {**other, "block_size": BLOCK}, other])
     window = stored(0, 2, block_hashes=[], extra_keys=[])
     assert engine(window, stored(0, 2, group_idx=1)) == [KvStored(hashes=CHAIN[:2])]
     assert engine(removed(100), removed(101, group_idx=1)) == [KvRemoved(hashes=[CHAIN[1]])]
-    engine.events.follow([{"kind": "sliding_window"}])
+    engine.events.follow([window_group, other])
     assert engine(window) == []
     assert engine.drops == []
 

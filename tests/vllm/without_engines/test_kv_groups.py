@@ -82,6 +82,7 @@ def test_layers_of_different_groups_at_one_address_are_all_registered(
         KVCacheGroupSpec(["state"], STATE),
     ]
     tensors = {"full": attention, "shared": attention, "window": attention, "state": state}
+    tensors["unnamed"] = attention  # uses another layer's KV
     mover = cast("Any", MemoryMover(MemoryFabric(), "rank"))
     regions = register(tensors, mover, config(1, 2), KVCacheConfig(8, [], groups)).rank.regions
     assert [(region.layer, region.group) for region in regions] == [
