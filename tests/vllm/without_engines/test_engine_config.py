@@ -37,12 +37,13 @@ def test_an_engine_with_a_link_gets_the_connector(model: Path):
     assert made(model, None).kv_transfer_config is None
 
 
-@pytest.mark.parametrize("flag", ["--kv-offloading-size=1", "--no-disable-hybrid-kv-cache-manager"])
-def test_what_displaces_the_connector_is_refused_before_vllm_stumbles_over_it(
-    model: Path, flag: str
-):
+def test_what_displaces_the_connector_is_refused_before_vllm_stumbles_over_it(model: Path):
     with pytest.raises(StartupError, match="does not go with remote prefill"):
-        made(model, LINK, flag)
+        made(model, LINK, "--kv-offloading-size=1")
+
+
+def test_vllm_keeps_its_kv_groups_beside_the_connector(model: Path):
+    assert made(model, LINK).scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
 def test_offloading_is_vllm_s_business_without_remote_prefill(model: Path):
