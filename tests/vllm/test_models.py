@@ -68,31 +68,33 @@ def servers(nats_url: str, etcd_url: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
 def workers(
-    stage, tmp_path_factory: pytest.TempPathFactory, servers: list[str]
-) -> Iterator[dict[str, tuple[Worker, Worker]]]:
-    """Decode and prefill worker of each model."""
+    stage, tmp_path_factory: pytest.TempPathFactory, servers: list[str], model: str
+) -> Iterator[tuple[Worker, Worker]]:
+    """Decode and prefill worker of one model: the engines of all would start for minutes."""
     stage.clear()
     directory = tmp_path_factory.mktemp("workers")
-    pairs = {
-        model: (
-            Worker(directory, model, "VllmWorker", servers),
-            Worker(directory, model, "PrefillWorker", servers),
-        )
-        for model in OPTIONS
-    }
-    with together([worker for pair in pairs.values() for worker in pair]):
-        yield pairs
+    pair = (
+        Worker(directory, model, "VllmWorker", servers),
+        Worker(directory, model, "PrefillWorker", servers),
+    )
+    with together(pair):
+        yield pair
 
 
-@pytest.mark.parametrize("model", list(OPTIONS))
+@pytest.mark.parametrize("model", list(OPTIONS), indirect=True)
 async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
     workers, etcd_url: str, model: str
 ):
     """The last token of the remote prompt is the first one that was generated alone, so
     that both compute it as a decoded token: vLLM's CPU kernels for MLA give the last token
     of a prompt other values. Nor do they bear several prompts in one step."""
-    decode, prefill = workers[model]
+    decode, prefill = workers
     prompts = [prompt_ids(tokens - 1, seed=1100 + tokens) for tokens in LENGTHS]
     async with Direct(etcd_url, model) as direct:
         alone = [await direct.tokens(prompt, local=True, max_tokens=13) for prompt in prompts]
@@ -119,9 +121,9 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
         assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
 
 
-@pytest.mark.parametrize("model", list(STEP_TOKENS))
+@pytest.mark.parametrize("model", list(STEP_TOKENS), indirect=True)
 async def test_a_prefill_worker_that_is_killed_half_way(workers, etcd_url: str, model: str):
-    decode, prefill = workers[model]
+    decode, prefill = workers
     prompt, killed = prompt_ids(6000, seed=1150), prefill.process("PrefillWorker")
     async with Direct(etcd_url, model) as direct:
         alone = await direct.tokens(prompt, local=True, max_tokens=12)

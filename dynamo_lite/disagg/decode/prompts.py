@@ -179,10 +179,7 @@ class Prompts:
         """
         blocks = self._pool.blocks
         return min(
-            next(
-                (n for n in range(computed, len(table)) if not blocks[table[n]].is_null),
-                len(table) - 1,
-            )
+            next(n for n in range(computed, len(table)) if not blocks[table[n]].is_null)
             for table in tables
         )
 

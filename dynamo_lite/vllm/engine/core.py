@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from dynamo_lite.disagg.counters import SPAN, RemotePrefillMetrics
-from dynamo_lite.disagg.engine import EngineLoad, KvEvents
+from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -77,8 +77,7 @@ class VllmEngine:
         self._metrics = RemotePrefillMetrics(context.registry, context.on_drop)
         self._publishes_kv = publishes_kv
         #: What publishes the engine's blocks; None before the start, and if nothing does.
-        self.kv_events: KvEvents | None = None
-        self._events: VllmKvEvents | None = None
+        self.kv_events: VllmKvEvents | None = None
         #: vLLM's client; None before the start and after the end.
         self._client: Any = None
         self._config: VllmConfig | None = None
@@ -99,9 +98,9 @@ class VllmEngine:
             if config is not None:
                 described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
                 self.metadata = await self._in_thread(lambda: self._fingerprinted(described, ttl_s))
-            if self._events is not None:
+            if self.kv_events is not None:
                 groups = await self._client.call_utility_async("get_kv_cache_group_metadata")
-                self._events.follow(groups)
+                self.kv_events.follow(groups)
             one_group = self.metadata is None or self.metadata.num_groups == 1
             self._rules = FirstTokenRules(self.config, one_group=one_group)
         except BaseException:
@@ -208,7 +207,7 @@ class VllmEngine:
             kv_events=self._publishes_kv,
         )
         if self._publishes_kv:
-            self.kv_events = self._events = followed(config, context.on_drop)
+            self.kv_events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len
         with refusal_reported(context.engine_config_path):
             return EngineCoreClient.make_async_mp_client(

@@ -36,21 +36,14 @@ def specs_of(config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
 
 def groups_print(config: KVCacheConfig) -> str:
     """What must be equal on both sides; "" for a model with one group."""
-    groups = config.kv_cache_groups
-    if len(groups) == 1:
-        return ""
-    return json.dumps([_described(spec) for spec in _kinds(config)])
+    kinds = _kinds(config)
+    return json.dumps([_described(spec) for spec in kinds]) if len(kinds) > 1 else ""
 
 
 def _kinds(config: KVCacheConfig) -> list[KVCacheSpec]:
     """One specification of each group; those of a group differ in sizes only."""
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    return [
-        next(iter(spec.kv_cache_specs.values()))
-        if isinstance(spec, UniformTypeKVCacheSpecs)
-        else spec
-        for spec in specs
-    ]
+    specs = specs_of(config)
+    return [specs[group.layer_names[0]][1] for group in config.kv_cache_groups]
 
 
 def _described(spec: KVCacheSpec) -> list[str]:
@@ -58,13 +51,8 @@ def _described(spec: KVCacheSpec) -> list[str]:
     if isinstance(spec, SlidingWindowSpec):
         described.append(str(spec.sliding_window))
     if isinstance(spec, MambaSpec):
-        state = (
-            spec.mamba_type.name,
-            spec.shapes,
-            spec.dtypes,
-            envs.VLLM_SSM_CONV_STATE_LAYOUT,
-        )
-        described += map(str, state)
+        described += map(str, (spec.mamba_type.name, spec.shapes, spec.dtypes))
+        described.append(str(envs.VLLM_SSM_CONV_STATE_LAYOUT))
     return described
 
 
