@@ -10,6 +10,7 @@ For tests there are also
     windows      Gemma 3: five layers with a sliding window of 128 tokens, and one without
     hybrid       Qwen3-Next: three layers with linear attention, and one with full attention
     eagle        a draft for `tiny`: EAGLE, one layer
+    images       LLaVA: `tiny` behind a CLIP encoder; an image is 64 tokens
 
 The same seed gives the same weights. The model's text is noise; otherwise it is a real
 model with chat template, bfloat16 weights and grouped-query attention. Nothing is
@@ -103,6 +104,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
 }
+SHAPES["images"] = {
+    "text": SHAPES["tiny"],
+    "vision": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 14,
+    },
+}
 SHAPES["eagle"] = {**SHAPES["tiny"], "num_hidden_layers": 1}
 #: transformers' name of the architecture; Llama for all others.
 ARCHITECTURES = {
@@ -111,6 +123,8 @@ ARCHITECTURES = {
     "windows": "Gemma3",
     "hybrid": "Qwen3Next",
 }
+
+IMAGE_TOKEN = "<image>"
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
@@ -134,9 +148,6 @@ def make(directory: Path, shape: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    architecture = ARCHITECTURES.get(shape, "Llama")
-    model_class = getattr(transformers, f"{architecture}ForCausalLM")
-    config_class = model_class.config_class
     transformers.utils.logging.disable_progress_bar()
     pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -154,25 +165,71 @@ def make(directory: Path, shape: str) -> None:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    text = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "bos_token_id": vocabulary["<s>"],
+        "eos_token_id": vocabulary["<|im_end|>"],
+        "pad_token_id": vocabulary["<pad>"],
+        "tie_word_embeddings": False,
+        # Wider than usual: otherwise the logits of random weights are so close together
+        # that rounding decides which token wins.
+        "initializer_range": 0.2,
+    }
+    if shape == "images":
+        _write_with_images(directory, text, tokenizer)
+        return
+    architecture = ARCHITECTURES.get(shape, "Llama")
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
     torch.manual_seed(SEED)
-    model = model_class(
-        config_class(
-            vocab_size=VOCABULARY,
-            **SHAPES[shape],
-            max_position_embeddings=CONTEXT_TOKENS,
-            bos_token_id=vocabulary["<s>"],
-            eos_token_id=vocabulary["<|im_end|>"],
-            pad_token_id=vocabulary["<pad>"],
-            tie_word_embeddings=False,
-            # Wider than usual: otherwise the logits of random weights are so close together
-            # that rounding decides which token wins.
-            initializer_range=0.2,
-        )
-    ).bfloat16()
+    model = model_class(model_class.config_class(**text, **SHAPES[shape])).bfloat16()
     model.save_pretrained(directory)
     if shape == "eagle":
         _write_draft(model, directory)
     tokenizer.save_pretrained(directory)
+
+
+def _write_with_images(directory: Path, text: dict[str, Any], tokenizer: Any) -> None:
+    """The image's token is the first one after the vocabulary. The weights' names are those of
+    published checkpoints, which vLLM reads."""
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "for part in message.content if part.type == 'text' %}{{ part.text }}",
+        "for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}",
+    )
+    shape = SHAPES["images"]
+    vision = CLIPVisionConfig(**shape["vision"], initializer_range=0.2)
+    size, patch = vision.image_size, vision.patch_size
+    torch.manual_seed(SEED)
+    model = Llava(
+        LlavaConfig(
+            vision_config=vision,
+            text_config=LlamaConfig(**{**text, "vocab_size": VOCABULARY + 8}, **shape["text"]),
+            image_token_index=VOCABULARY,
+            image_seq_length=(size // patch) ** 2,
+        )
+    ).bfloat16()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": IMAGE_TOKEN,
+        "patch_size": patch,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    images = {
+        "processor_class": "LlavaProcessor",
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": size},
+        "crop_size": {"height": size, "width": size},
+    }
+    for name, content in (("processor_config", processor), ("preprocessor_config", images)):
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2))
 
 
 def _write_draft(model: Any, directory: Path) -> None:
@@ -208,7 +265,7 @@ def recipe_of(shape: str) -> dict[str, Any]:
     """Content of recipe.json, which identifies the model in a directory."""
     if shape == "tiny":
         return RECIPE
-    named = {"name": shape} if shape in ARCHITECTURES or shape == "eagle" else {}
+    named = {"name": shape} if shape in ARCHITECTURES or shape in ("eagle", "images") else {}
     return {**RECIPE, "shape": SHAPES[shape], **named}
 
 

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 
 WIRE_VERSION = 9
 
-#: Largest message accepted from a socket or a subject.
+#: Largest message accepted from a socket or a subject; see also `MAX_SUBMIT_BYTES`.
 MAX_MESSAGE_BYTES = 8 << 20
 
 _T = TypeVar("_T")
@@ -38,15 +38,16 @@ def encode_json(record: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[_T]):
-    """Decodes msgpack into `T` (a Struct or a tagged union of Structs)."""
+    """Decodes msgpack into `T` (a Struct or a tagged union of Structs), of at most `max_bytes`."""
 
-    def __init__(self, message_type: Any):
+    def __init__(self, message_type: Any, max_bytes: int = MAX_MESSAGE_BYTES):
+        self._max_bytes = max_bytes
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     def __call__(self, data: bytes | bytearray | memoryview) -> _T:
         """Raises ProtocolError when `data` is not such a message."""
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+        if len(data) > self._max_bytes:
+            raise ProtocolError(f"message of {len(data)} bytes exceeds {self._max_bytes}")
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:

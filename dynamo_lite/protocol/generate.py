@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, Decoder
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -19,6 +19,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Timestamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
+
+#: Of what a prompt has beside its tokens: images and other media, or embeddings.
+MAX_INPUT_BYTES = 40 << 20
+#: Largest frame from a Frontend to a worker. A connection queues less than 64 MiB.
+MAX_SUBMIT_BYTES = MAX_INPUT_BYTES + MAX_MESSAGE_BYTES
 
 #: How long a worker may load an adapter before it answers the first request with it.
 ADAPTER_LOAD_S = 60.0
@@ -44,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     #: Client id from the `Hello` of the connection that takes the deltas.
     client_id: str
+    #: Of a prompt of embeddings: zeros, one for each.
     prompt_token_ids: list[TokenId]
     #: The engine's own sampling parameters, msgpack; opaque here.
     sampling: bytes
@@ -52,6 +58,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     adapter: Adapter | None = None
+    #: The prompt's images and other media, or embeddings, as the engine takes them; opaque here.
+    inputs: Annotated[bytes, msgspec.Meta(max_length=MAX_INPUT_BYTES)] | None = None
     trace_headers: dict[str, str] | None = None
     #: Whether a grammar applies from the first token. None: the engine detects the end of the
     #: reasoning itself.
@@ -247,8 +255,10 @@ class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     deltas: list[TokenDelta]
 
 
-decode_generate_request: Decoder[GenerateRequest] = Decoder(GenerateRequest)
-decode_client_frame: Decoder[Hello | Submit | Cancel] = Decoder(Hello | Submit | Cancel)
+decode_generate_request: Decoder[GenerateRequest] = Decoder(GenerateRequest, MAX_SUBMIT_BYTES)
+decode_client_frame: Decoder[Hello | Submit | Cancel] = Decoder(
+    Hello | Submit | Cancel, MAX_SUBMIT_BYTES
+)
 decode_worker_frame: Decoder[Welcome | SubmitReply | Deltas] = Decoder(
     Welcome | SubmitReply | Deltas
 )

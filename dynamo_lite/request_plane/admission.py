@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import AdmissionOptions
 
+#: Of prompts' media and embeddings, in total, of requests in flight: they stay in memory for a
+#: migration. A single larger one is admitted while there is no other one.
+MAX_HELD_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -35,6 +39,8 @@ class Admission:
         self._keys: set[str] = set()
         self._waiting: dict[str, int] = {}
         self._waiting_tokens = 0
+        self._inputs: dict[str, int] = {}
+        self._held_bytes = 0
 
     def __repr__(self) -> str:
         return f"Admission(in_flight={self.in_flight}, waiting_tokens={self.waiting_tokens})"
@@ -52,13 +58,20 @@ class Admission:
         """Sets new limits. Requests in flight beyond them stay."""
         self._limits = limits
 
-    def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> str | None:
+    def enter(
+        self, key: str, prompt_tokens: int, *, input_bytes: int = 0, promised: bool = False
+    ) -> str | None:
         """Admits `key`, which must not be in flight. Or returns why not; then nothing was counted.
 
-        promised: another process has admitted it already, so it is counted and never refused.
+        input_bytes: of the prompt's media or embeddings. promised: another process has admitted it already, so it is counted and never refused.
         """
         if not promised and (busy := self.busy(prompt_tokens)) is not None:
             return busy
+        held = self._held_bytes + input_bytes
+        if input_bytes:
+            if not promised and self._held_bytes and held > MAX_HELD_BYTES:
+                return f"media of {self._held_bytes} of at most {MAX_HELD_BYTES} bytes are in flight"
+            self._inputs[key], self._held_bytes = input_bytes, held
         self._keys.add(key)
         self._waiting[key] = prompt_tokens
         self._waiting_tokens += prompt_tokens
@@ -81,3 +94,4 @@ class Admission:
         """The request has ended."""
         self.answered(key)
         self._keys.discard(key)
+        self._held_bytes -= self._inputs.pop(key, 0)

@@ -16,6 +16,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.generate import (
+    MAX_SUBMIT_BYTES,
     Accepted,
     Cancel,
     Deltas,
@@ -181,13 +182,14 @@ class Connection(FrameConnection):
         """Raises Refused when the request is too large for a frame."""
         request = msgspec.structs.replace(request, client_id=self._client_id)
         payload = encode(Submit(request_id=request.request_id, request=encode(request)))
-        if len(payload) > MAX_MESSAGE_BYTES:
+        text = len(payload) - len(request.inputs or b"")
+        if text > MAX_MESSAGE_BYTES:
             raise Refused(
-                f"the request has {len(payload)} bytes, and a message to a worker at most"
+                f"the request has {text} bytes, and a message to a worker at most"
                 f" {MAX_MESSAGE_BYTES}",
                 elsewhere=False,
             )
-        return frame(payload)
+        return frame(payload, MAX_SUBMIT_BYTES)
 
     async def _send(self, request_id: str, data: bytes, deadline: float) -> None:
         """Queues the frame as soon as the worker reads; not after `deadline`, and not if the

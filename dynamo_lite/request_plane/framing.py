@@ -34,10 +34,10 @@ UNACKNOWLEDGED_TIMEOUT_S = STALL_TIMEOUT_S
 FIRST_FRAME_TIMEOUT_S = 5.0
 
 
-def frame(payload: bytes) -> bytes:
-    """Raises ProtocolError when `payload` is empty or over MAX_MESSAGE_BYTES."""
-    if not 0 < len(payload) <= MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"frame of {len(payload)} bytes (1 to {MAX_MESSAGE_BYTES} allowed)")
+def frame(payload: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    """Raises ProtocolError when `payload` is empty or over `max_bytes`."""
+    if not 0 < len(payload) <= max_bytes:
+        raise ProtocolError(f"frame of {len(payload)} bytes (1 to {max_bytes} allowed)")
     return len(payload).to_bytes(_HEADER_BYTES, "big") + payload
 
 
@@ -52,11 +52,13 @@ def parse_address(address: str) -> tuple[str, int]:
 class FrameParser:
     """Splits a byte stream into payloads; buffers at most one incomplete frame.
 
-    first_max_bytes: limit on the first payload, below that on all.
+    first_max_bytes: limit on the first payload. max_bytes: limit on all others.
     """
 
-    def __init__(self, first_max_bytes: int = MAX_MESSAGE_BYTES):
-        self._limit = first_max_bytes
+    def __init__(
+        self, first_max_bytes: int = MAX_MESSAGE_BYTES, max_bytes: int = MAX_MESSAGE_BYTES
+    ):
+        self._limit, self._max_bytes = first_max_bytes, max_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -74,7 +76,7 @@ class FrameParser:
         at = 0
         while (end := at + self._wanted(data, at)) <= len(data):
             payloads.append(data[at + _HEADER_BYTES : end])
-            at, self._limit = end, MAX_MESSAGE_BYTES
+            at, self._limit = end, self._max_bytes
         self._rest += data[at:]
         return payloads
 
@@ -92,7 +94,7 @@ class FrameConnection(asyncio.Protocol, ABC):
     """One TCP connection; each end has a class of its own. `send` never waits; a peer that does not
     read is disconnected.
 
-    first_max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
+    first_max_bytes, max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
     unexpected. log_limit: of all connections that log together.
     States: new -> open -> closed; `repr` shows the state and the unsent bytes.
     """
@@ -101,12 +103,13 @@ class FrameConnection(asyncio.Protocol, ABC):
         self,
         *,
         first_max_bytes: int = MAX_MESSAGE_BYTES,
+        max_bytes: int = MAX_MESSAGE_BYTES,
         on_drop: OnDrop = uncounted,
         log_limit: LogLimit | None = None,
     ):
         self._on_drop = on_drop
         self._log_limit = log_limit or LogLimit()
-        self._parser = FrameParser(first_max_bytes)
+        self._parser = FrameParser(first_max_bytes, max_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._frames_received = 0

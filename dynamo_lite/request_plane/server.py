@@ -243,7 +243,12 @@ class GenerateServer:
         if timeout_s is not None and not timeout_s > 0:
             raise Refused(f"request {request_id} has timed out", elsewhere=False)
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        busy = self._admission.enter(request_id, prompt_tokens, promised=request.moved)
+        busy = self._admission.enter(
+            request_id,
+            prompt_tokens,
+            input_bytes=len(request.inputs or b""),
+            promised=request.moved,
+        )
         if busy is not None:
             raise Refused(busy, elsewhere=True, busy=True)
 

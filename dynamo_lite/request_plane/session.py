@@ -9,6 +9,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import (
     MAX_DELTA_BYTES,
+    MAX_SUBMIT_BYTES,
     Accepted,
     Cancel,
     Deltas,
@@ -43,6 +44,7 @@ class Session(FrameConnection):
     def __init__(self, server: "GenerateServer", listener: "Listener"):
         super().__init__(
             first_max_bytes=MAX_HELLO_BYTES,
+            max_bytes=MAX_SUBMIT_BYTES,
             on_drop=listener.on_drop,
             log_limit=listener.log_limit,
         )

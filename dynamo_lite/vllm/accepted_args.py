@@ -83,7 +83,8 @@ _ENGINE = _table(
         "it has no effect in this section: set it in the section of the Frontend": (
             "disable-log-stats enable-log-requests stream-interval max-num-queued-reqs"
             " max-num-queued-tokens show-hidden-metrics-for-version custom-histogram-buckets"
-            " renderer-num-workers io-processor-plugin lora-modules"
+            " renderer-num-workers io-processor-plugin lora-modules mm-processor-cache-gb"
+            " mm-processor-cache-type mm-shm-cache-max-object-size-mb"
         ),
         "set by dynamo-lite itself, see VllmWorker.kv-events; remove it": "kv-events-config",
     }

@@ -26,6 +26,7 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes
 from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
@@ -51,19 +52,25 @@ def generate_request(
     message = GenerateRequest(
         request_id=request.request_id,
         client_id="",  # filled in by the transport
-        prompt_token_ids=request.prompt_token_ids or [],
+        prompt_token_ids=request.prompt_token_ids or _zeros(request),
         sampling=sampling,
         arrival_time=request.arrival_time,
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=_adapter(request.lora_request),
+        inputs=inputs_to_bytes(request),
         trace_headers=dict(request.trace_headers) if request.trace_headers else None,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
         timeout_s=timeout_s,
         session=session,
     )
-    return message, migration_plan(params, causal=causal)
+    # Generated tokens cannot become the end of a prompt of embeddings.
+    return message, migration_plan(params, causal=causal and request.prompt_embeds is None)
+
+
+def _zeros(request: EngineCoreRequest) -> list[int]:
+    return [0] * (0 if request.prompt_embeds is None else len(request.prompt_embeds))
 
 
 def _adapter(asked: LoRARequest | None) -> Adapter | None:
@@ -75,8 +82,6 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
     params = request.sampling_params
     if params is None or request.pooling_params is not None:
         raise VLLMValidationError("Only text generation is served here")
-    if request.mm_features or request.prompt_embeds is not None:
-        raise VLLMValidationError("Multimodal inputs and prompt embeddings are not served here")
     if request.resumable:
         raise VLLMValidationError("Streamed prompts are not served here")
     if len(request.request_id) > MAX_REQUEST_ID:
@@ -109,11 +114,12 @@ def generation(
     *,
     connected: bool = False,
     loaded: tuple[Adapter, LoRARequest] | None = None,
+    most_embeds: int = 0,
 ) -> EngineCoreRequest:
     """Converts a message for the engine. Raises Refused if this model cannot take it.
 
     connected: the engine has a connector, which gets the request's deadline and adapter. loaded:
-    its adapter in this engine.
+    its adapter in this engine. most_embeds: see `inputs_from_bytes`.
 
     For a migrated request, tokens that another engine has generated become the end of the
     prompt, and the limits shrink by their number.
@@ -130,13 +136,17 @@ def generation(
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
     _check_prompt(request.prompt_token_ids, model)
-    prompt = request.prompt_token_ids
+    prompt, inputs = request.prompt_token_ids, Inputs()
+    if request.inputs is not None:
+        inputs = inputs_from_bytes(request.inputs, len(prompt), model, most_embeds)
     if sampling.max_tokens is None:
         sampling.max_tokens = model.max_model_len - len(prompt)
+    embedded = inputs.embeddings is not None
     if request.output_token_ids:
-        if not is_causal(model):
+        if embedded or not is_causal(model):
             raise Refused(
-                "this model is not causal: generated tokens cannot become the end of its prompt",
+                "generated tokens cannot become the end of this prompt: it has embeddings, or the"
+                " model is not causal",
                 elsewhere=False,
             )
         prompt = prompt + request.output_token_ids
@@ -148,8 +158,10 @@ def generation(
         sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: params}
     return EngineCoreRequest(
         request_id=request.request_id,
-        prompt_token_ids=prompt,
-        mm_features=None,
+        prompt_token_ids=None if embedded and inputs.token_positions is None else prompt,
+        mm_features=inputs.features,
+        prompt_embeds=inputs.embeddings,
+        prompt_is_token_ids=inputs.token_positions,
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=request.arrival_time,

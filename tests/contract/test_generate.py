@@ -12,6 +12,7 @@ import pytest
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Refused, Unavailable
 from dynamo_lite.protocol.generate import (
+    MAX_INPUT_BYTES,
     Accepted,
     Adapter,
     Cancel,
@@ -168,6 +169,16 @@ async def test_a_request_too_large_to_send_is_refused_for_good(remote: Setup, ex
     assert not caught.value.elsewhere
     await remote.client.submit(remote.member, generate_request("a"))
     assert remote.server.in_flight == 2 and remote.outputs.lost == []
+
+
+async def test_media_travel_with_their_request(setup: Setup):
+    """As large as they may be, beside a text that is as large as without them."""
+    inputs = bytes(MAX_INPUT_BYTES)
+    request = generate_request("a", inputs=inputs, cache_salt="x" * (MAX_MESSAGE_BYTES - 400))
+    await setup.client.submit(setup.member, request)
+    assert setup.engine.running["a"].inputs == inputs
+    setup.server.deliver([tokens("a", 7)])
+    await eventually(lambda: setup.outputs.deltas == [tokens("a", 7)])
 
 
 async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):

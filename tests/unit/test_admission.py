@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import MAX_HELD_BYTES, Admission, Limits
 
 
 @given(
@@ -39,3 +39,17 @@ def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int,
                 keys.discard(key)
                 waiting.pop(key, None)
         assert (admission.in_flight, admission.waiting_tokens) == (len(keys), sum(waiting.values()))
+
+
+def test_media_are_held_until_their_request_ends():
+    """A first token frees none: a migration needs them. A single larger one is admitted."""
+    admission = Admission(Limits())
+    assert admission.enter("huge", 1, input_bytes=MAX_HELD_BYTES + 1) is None
+    assert "media" in (admission.enter("more", 1, input_bytes=1) or "")
+    assert admission.enter("moved", 1, input_bytes=1, promised=True) is None
+    assert admission.enter("text", 1) is None
+    admission.answered("huge")
+    assert admission.enter("more", 1, input_bytes=1) is not None
+    admission.leave("huge")
+    assert admission.enter("more", 1, input_bytes=MAX_HELD_BYTES - 1) is None
+    assert admission.in_flight == 3

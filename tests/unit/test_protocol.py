@@ -484,11 +484,22 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
         return encode(msgspec.structs.replace(REQUEST, sampling=bytes(size)))
 
     overhead = len(request(1 << 20)) - (1 << 20)
-    largest = request(MAX_MESSAGE_BYTES - overhead)
-    assert len(largest) == MAX_MESSAGE_BYTES
+    limit = generate.MAX_SUBMIT_BYTES
+    largest = request(limit - overhead)
+    assert len(largest) == limit
     assert generate.decode_generate_request(largest).request_id == "r1"
-    with pytest.raises(ProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes exceeds"):
-        generate.decode_generate_request(request(MAX_MESSAGE_BYTES - overhead + 1))
+    with pytest.raises(ProtocolError, match=f"{limit + 1} bytes exceeds"):
+        generate.decode_generate_request(request(limit - overhead + 1))
+
+
+def test_media_have_room_beside_the_text():
+    for size, fits in ((generate.MAX_INPUT_BYTES, True), (generate.MAX_INPUT_BYTES + 1, False)):
+        sent = encode(msgspec.structs.replace(REQUEST, inputs=bytes(size)))
+        if fits:
+            assert len(generate.decode_generate_request(sent).inputs or b"") == size
+        else:
+            with pytest.raises(ProtocolError, match="inputs"):
+                generate.decode_generate_request(sent)
 
 
 HELLO = generate.Hello(client_id="c")

@@ -76,7 +76,7 @@ def _moved(graph: Graph) -> dict[str, float]:
     return {how: graph.count("Frontend", MOVED, how=how) for how in ("fresh", "continue", "replay")}
 
 
-def _is_back(graph: Graph, instance: int, pid: int) -> bool:
+def is_back(graph: Graph, instance: int, pid: int) -> bool:
     process = graph.process("VllmWorker", instance)
     return process.state == "ready" and process.pid != pid
 
@@ -125,5 +125,5 @@ async def test_a_killed_decode_worker_costs_no_answer(
     after = _moved(pair)
     assert after["continue"] > before["continue"] and after["replay"] > before["replay"]
     assert pair.count("Frontend", LOST) == lost
-    eventually(lambda: _is_back(pair, 0, process.pid), timeout_s=180, what="the worker is back")
+    eventually(lambda: is_back(pair, 0, process.pid), timeout_s=180, what="the worker is back")
     await pair.settled()

@@ -17,6 +17,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -82,6 +84,8 @@ class VllmEngine:
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._rules: FirstTokenRules | None = None
+        #: Of one image or other medium: the size of the encoder's cache.
+        self._most_embeds = 0
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
         self._adapters = Adapters(lambda adapter: self._client.add_lora_async(adapter))
@@ -206,6 +210,9 @@ class VllmEngine:
             context.engine_config_path,
             kv_events=self._publishes_kv,
         )
+        if config.model_config.supports_multimodal_inputs:
+            budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+            self._most_embeds = budget.encoder_cache_size
         if self._publishes_kv:
             self.kv_events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len

@@ -61,6 +61,7 @@ class VllmDecodeEngine(VllmEngine):
             self.config.model_config,
             connected=self._engine_config is not None,
             loaded=await self._loaded(request.adapter),
+            most_embeds=self._most_embeds,
         )
 
     def _check_backend(self, made: EngineCoreRequest) -> None:

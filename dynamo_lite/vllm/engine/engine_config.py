@@ -29,6 +29,7 @@ def vllm_config(
     parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
     assert parsed is not None
     args = AsyncEngineArgs.from_cli_args(parsed)
+    args.mm_processor_cache_gb = 0  # features come whole from the Frontends
     if engine_config is not None:
         check_args(args)
         args.kv_transfer_config = transfer_config(engine_config, engine_config_path)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dynamo_lite.vllm.frontend.edge import current_context, late_message
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 
-#: Larger bodies cannot be served: a request to a worker has at most 8 MiB of msgpack.
+#: Larger bodies would block the event loop for too long.
 MAX_BODY_BYTES = 32 << 20
 
 #: After a refusal, how long and how many bytes are still read from a client that is sending, so
@@ -36,14 +36,14 @@ _PAIRED = re.compile(
 )
 
 
-def body_limit(max_model_len: int) -> int:
+def body_limit(max_model_len: int, *, media: bool = False) -> int:
     """Returns the limit on a body in bytes for a model of `max_model_len` tokens.
 
-    It is 64 bytes per token (JSON needs 6 for an escaped character, and tokens of whitespace
+    It is `MAX_BODY_BYTES` where prompts may have media or embeddings. For text it is 64 bytes per token (JSON needs 6 for an escaped character, and tokens of whitespace
     or source code are long) and 2 MiB for everything else, like tools or a list of prompts;
     at most `MAX_BODY_BYTES`.
     """
-    return min(MAX_BODY_BYTES, (2 << 20) + 64 * max_model_len)
+    return MAX_BODY_BYTES if media else min(MAX_BODY_BYTES, (2 << 20) + 64 * max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)

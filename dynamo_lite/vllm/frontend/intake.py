@@ -89,7 +89,11 @@ class Intake:
             raise self.late(context)
         session = None if context is None else context.session
         message, plan = generate_request(request, timeout_s, session, causal=causal)
-        busy = self.admission.enter(message.request_id, len(message.prompt_token_ids))
+        busy = self.admission.enter(
+            message.request_id,
+            len(message.prompt_token_ids),
+            input_bytes=len(message.inputs or b""),
+        )
         if busy is not None:
             raise self._refusal(Overloaded(busy), "limit")
         if self._traces is not None:

@@ -47,6 +47,7 @@ from dynamo_lite.vllm.frontend.intake import OpenIntake
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
+from dynamo_lite.vllm.inputs import takes_media
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
 from dynamo_lite.vllm.migratable import is_causal
 
@@ -134,6 +135,9 @@ def frontend_config(args: Namespace) -> VllmConfig:
         )
     except (OSError, ValueError, VLLMError) as exc:
         raise StartupError(f"model {args.model!r}: {exc}") from exc
+    # vLLM's way for several API servers: what was sent before is sent again, because another worker
+    # may get it.
+    config.parallel_config._api_process_count = 2
     scheduler = config.scheduler_config
     scheduler.stream_interval = engine_args.stream_interval
     scheduler.max_num_queued_reqs = engine_args.max_num_queued_reqs
@@ -207,7 +211,8 @@ async def open_app(
         fail_fast_routes(app)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
-            max_body_bytes = body_limit(client.model_config.max_model_len)
+            model = client.model_config
+            max_body_bytes = body_limit(model.max_model_len, media=takes_media(model))
         yield OpenAiApp(
             # Wrapped, not added as middleware: vLLM has already built its middleware stack.
             asgi=Edge(

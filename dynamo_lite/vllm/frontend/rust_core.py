@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from vllm import SamplingParams
-from vllm.exceptions import VLLMError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -119,6 +119,8 @@ class RustCore:
             request.sampling_params.watermarking = False
         context = self._context(request)
         try:
+            if request.mm_features or request.prompt_embeds is not None:
+                raise VLLMValidationError("Images are served by the Python edge only")
             await self._checked(request, context)
             await self._intake.submit(request, context, causal=self._causal)
         except (DynamoLiteError, VLLMError) as exc:

@@ -106,6 +106,7 @@ def test_the_limit_follows_the_models_length():
     # A prompt of six bytes for each character and six characters for each token fits.
     assert body_limit(32_768) > 36 * 32_768
     assert body_limit(10_000_000) == MAX_BODY_BYTES == 32 << 20
+    assert body_limit(256, media=True) == MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize("chunked", [False, True])

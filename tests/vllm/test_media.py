@@ -1,0 +1,149 @@
+"""Prompts with images, and prompts of embeddings: computed where they are decoded, and equal to
+plain vLLM's. Text prompts of the same model are prefilled remotely."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.vllm.asking import Stream, ask, assert_same, prompt_ids, prose
+from tests.vllm.graph import Graph, PlainServer, health_of, reached
+from tests.vllm.models import model_of
+from tests.vllm.test_decisions import counting
+from tests.vllm.test_migration import is_back
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
+
+GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+HIDDEN = 128
+
+
+def image(seed: int, width: int = 150, height: int = 130) -> dict[str, Any]:
+    """Part of a chat message: noise, as a PNG."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words: int, seed: int) -> dict[str, Any]:
+    return {"type": "text", "text": prose(words, seed)}
+
+
+def chat(*parts: dict[str, Any], **params: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], **GREEDY, **params}
+
+
+def embeddings(tokens: int, seed: int) -> str:
+    made = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    file = io.BytesIO()
+    torch.save(made, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class Served:
+    def __init__(self, graph: Graph, plain: PlainServer):
+        self.graph, self.plain = graph, plain
+
+    async def stream(self, url: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            return await Stream(kind, body).run(http)
+
+
+@pytest.fixture(scope="module")
+def served(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    stage.clear()
+    directory = tmp_path_factory.mktemp("media")
+    flags = {"model": str(model_of("images")), "limit-mm-per-prompt": {"image": 3}}
+    embedded = ("Frontend", "VllmWorker", "PrefillWorker")
+    options = [
+        f"--Common.model={flags['model']}",
+        *("--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60"),
+        *(f"--{s}.limit-mm-per-prompt={json.dumps({'image': 3})}" for s in embedded),
+        *(f"--{service}.enable-prompt-embeds=true" for service in embedded),
+    ]
+    plain = PlainServer(directory / "plain", flags={**flags, "enable-prompt-embeds": True})
+    graph = Graph(directory / "graph", options=options)
+    with plain, graph:
+        yield Served(graph, plain)
+
+
+def test_images_are_computed_here_and_long_text_is_not(served: Served):
+    """The last prompt is long. A second time the images are known to the Frontend, and perhaps to
+    another worker than before."""
+    prompts = [
+        chat(image(1), text(9, 1)),
+        chat(image(2), text(9, 1)),
+        chat(text(5, 2), image(1), text(30, 3), image(3, 40, 300)),
+        chat(text(700, 4), image(4), text(20, 5)),
+    ]
+    expected = [ask(served.plain.url, "chat", prompt) for prompt in prompts]
+    said = {answer["choices"][0]["message"]["content"] for answer in expected}
+    assert len(said) == len(prompts), "images tell"
+    since = counting(served.graph)
+    for _ in range(2):
+        for prompt, right in zip(prompts, expected, strict=True):
+            assert_same(ask(served.graph.url, "chat", prompt), right)
+    assert set(since()) <= {"local/short", "local/not_transferable"}, since()
+    assert since()["local/not_transferable"] >= 1
+    since = counting(served.graph)
+    long = {"prompt": prompt_ids(1200, seed=1600), **GREEDY}
+    assert_same(
+        ask(served.graph.url, "completions", long), ask(served.plain.url, "completions", long)
+    )
+    assert since() == {"remote/long": 1}
+
+
+@pytest.mark.parametrize("what", ["image", "embeddings"])
+async def test_a_killed_decode_worker_costs_no_answer(served: Served, what: str):
+    long = {"max_tokens": 300}
+    if what == "image":
+        kind, bodies = "chat/completions", [chat(image(10 + i), text(9, i), **long) for i in range(2)]
+    else:
+        kind = "completions"
+        bodies = [{**GREEDY, **long, "prompt_embeds": embeddings(40 + i, i)} for i in range(2)]
+    expected = [await served.stream(served.plain.url, kind, body) for body in bodies]
+    victim = served.graph.process("VllmWorker", 0)
+    streams = [Stream(kind, body) for body in bodies]
+    async with httpx.AsyncClient(base_url=served.graph.url, timeout=120) as http:
+        answers = [asyncio.create_task(stream.run(http)) for stream in streams]
+        async with asyncio.timeout(60):
+            while not all(len(stream.chunks) > 2 for stream in streams):
+                await asyncio.sleep(0.005)
+        share = (await asyncio.to_thread(health_of, victim))["in_flight"]
+        assert share == 1 and not any(stream.ended for stream in streams)
+        os.kill(victim.pid, signal.SIGKILL)
+        got = await asyncio.gather(*answers)
+    for answer, right in zip(got, expected, strict=True):
+        assert answer["tokens"] == right["tokens"]
+        assert_same(answer, right)
+    await reached(
+        lambda: is_back(served.graph, 0, victim.pid), timeout_s=180, what="the worker is back"
+    )
+
+
+def test_bad_media_are_the_clients_mistake(served: Served):
+    url = f"{served.graph.url}/v1/chat/completions"
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    too_many = [image(seed) for seed in range(4)]
+    huge = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (33 << 20)}"}}
+    for parts, status, said in (
+        ([broken], 400, "image"),
+        (too_many, 400, "At most 3 image"),
+        ([huge], 413, "max-body-bytes"),
+    ):
+        answer = httpx.post(url, json={"model": "tiny", **chat(*parts)}, timeout=60)
+        assert answer.status_code == status and said in answer.text, answer.text[:300]
+    prompt = chat(image(1), text(9, 1))
+    assert_same(ask(served.graph.url, "chat", prompt), ask(served.plain.url, "chat", prompt))
