@@ -1,7 +1,7 @@
-"""Parts `graph`, `overlap`, `sliding`: compare a graph's greedy tokens with those of plain vLLM.
+"""Parts `graph`, `overlap`, `sliding`, `experts`: compare a graph's greedy tokens with those of plain vLLM.
 
 Plain vLLM runs first and is stopped, so that one GPU is enough. With two GPUs each worker
-has its own.
+has its own; `experts` needs four.
 """
 
 import asyncio
@@ -79,12 +79,29 @@ def sliding(bench: Bench) -> Figures:
     return _compared(bench, Trial(lengths, model="sliding", options=[pool], at_once=8))
 
 
+def experts(bench: Bench) -> Figures:
+    """The same for a model of experts, whose two data-parallel ranks share them: a rank that waits
+    for KV must not keep the other one from computing, or from sleeping."""
+    if not bench.on_gpu or bench.count < 4:
+        raise Skip("it needs four GPUs")
+    options = [
+        option
+        for service in _SERVICES
+        for option in (
+            f"--{service}.data-parallel-size=2",
+            f"--{service}.enable-expert-parallel=true",
+        )
+    ]
+    trial = Trial(_PROMPTS, model="experts", options=options, at_once=4, ranks=2)
+    return _compared(bench, trial)
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a graph is asked, to be compared with plain vLLM.
 
     prompts: their lengths in tokens. model: a shape of `scripts/tiny_model.py`. options: of the
-    graph. at_once: prompts. said: what the engines' logs must have.
+    graph. at_once: prompts. said: what the engines' logs must have. ranks: devices of a worker.
     """
 
     prompts: Sequence[int]
@@ -92,6 +109,7 @@ class Trial:
     options: Sequence[str] = ()
     at_once: int = 1
     said: str = ""
+    ranks: int = 1
 
     @property
     def remote(self) -> int:
@@ -109,7 +127,7 @@ def _compared(bench: Bench, trial: Trial) -> Figures:
         [sys.executable, "scripts/tiny_model.py", model, trial.model], cwd=ROOT, check=True
     )
     prompts = [_prompt(length) for length in trial.prompts]
-    config, placed = _CONFIGS[bench.kind], [f"--Common.model={model}", *_placement(bench)]
+    config, placed = _CONFIGS[bench.kind], [f"--Common.model={model}", *_placement(bench, trial.ranks)]
     placed.append("--VllmWorker.max-prefill-queue-size=1000")
     with plain_server(config, model) as url:
         expected = ask(url, prompts)
@@ -260,14 +278,15 @@ def _until_healthy(process: "subprocess.Popen[bytes]", url: str, log_path: Path)
     raise CheckFailed(f"plain vLLM was not ready within {_READY_S:g} s:\n" + "\n".join(tail))
 
 
-def _placement(bench: Bench) -> list[str]:
-    """Options for each worker's device."""
+def _placement(bench: Bench, ranks: int) -> list[str]:
+    """Options for each worker's devices."""
     if not bench.on_gpu:
         return []
-    chosen = {"VllmWorker": 0, "PrefillWorker": min(1, bench.count - 1)}
+    chosen = {"VllmWorker": 0, "PrefillWorker": min(ranks, bench.count - ranks)}
     return [
-        f"--{service}.ServiceArgs.env.CUDA_VISIBLE_DEVICES={_visible(index)}"
-        for service, index in chosen.items()
+        f"--{service}.ServiceArgs.env.CUDA_VISIBLE_DEVICES={','.join(map(_visible, devices))}"
+        for service, first in chosen.items()
+        for devices in [range(first, first + ranks)]
     ]
 
 

@@ -82,4 +82,10 @@ PARTS: Sequence[Part] = (
         "the same for a model of sliding windows, and prompts that end anywhere in a block",
         limit_s=900.0,
     ),
+    Part(
+        "experts",
+        "gpu_check.graph",
+        "the same for a model of experts on data-parallel ranks (four GPUs)",
+        limit_s=900.0,
+    ),
 )

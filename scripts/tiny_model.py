@@ -8,6 +8,7 @@ For tests there are also
     mla          DeepSeek V2: multi-head latent attention, no experts
     sliding      Mistral: a sliding window of 128 tokens in all layers
     windows      Gemma 3: five layers with a sliding window of 128 tokens, and one without
+    experts      Qwen3-MoE: four experts, of which a token uses two
     hybrid       Qwen3-Next: three layers with linear attention, and one with full attention
     eagle        a draft for `tiny`: EAGLE, one layer
     images       LLaVA: `tiny` behind a CLIP encoder; an image is 64 tokens
@@ -86,6 +87,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "layer_types": [*["sliding_attention"] * 5, "full_attention"],
     },
+    "experts": {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "hybrid": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -121,6 +132,7 @@ ARCHITECTURES = {
     "mla": "DeepseekV2",
     "sliding": "Mistral",
     "windows": "Gemma3",
+    "experts": "Qwen3Moe",
     "hybrid": "Qwen3Next",
 }
 

@@ -73,8 +73,8 @@ class NullEngine:
         return EngineLoad(running=len(self._running), gave_tokens=True, max_running=6)
 
     @property
-    def metadata(self) -> EngineMetadata | None:
-        return None
+    def metadata(self) -> Sequence[EngineMetadata]:
+        return ()
 
     @property
     def kv_events(self) -> None:

@@ -5,7 +5,7 @@ without. An engine is an async context manager: entering loads it,
 leaving frees it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,12 +71,13 @@ class Engine(Protocol):
         ...
 
     @property
-    def metadata(self) -> EngineMetadata | None:
-        """The KV pool as other engines see it; None if it exchanges no KV with others."""
+    def metadata(self) -> Sequence[EngineMetadata]:
+        """The KV pool of each data-parallel rank as other engines see it; empty if the engine
+        exchanges no KV with others."""
         ...
 
     async def describe(self) -> EngineStatus:
-        """Asks the engine's own process. Only with metadata.
+        """Asks the engine's own processes. Only with metadata.
 
         Raises Unavailable, DeadlineExceeded or ProtocolError.
         """

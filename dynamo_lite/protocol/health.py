@@ -1,5 +1,6 @@
 """What workers say of themselves: heartbeats to all, and an engine's status to its component."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -52,6 +53,26 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: Leases of the prefill workers that may still write into its blocks: they hold the claim of an
     #: attempt that is not over.
     writers: list[LeaseId] = []
+
+
+def joined(statuses: Sequence[EngineStatus]) -> EngineStatus:
+    """The status of an engine with several data-parallel ranks; the metadata are the first's.
+
+    statuses: one for each rank. Ranks see the same queue and the same writers.
+    """
+    first, ages = statuses[0], [s.last_step_age_s for s in statuses]
+    return msgspec.structs.replace(
+        first,
+        free_blocks=sum(s.free_blocks for s in statuses),
+        total_blocks=sum(s.total_blocks for s in statuses),
+        waiting=sum(s.waiting for s in statuses),
+        waiting_tokens=sum(s.waiting_tokens for s in statuses),
+        quarantined=sum(s.quarantined for s in statuses),
+        last_step_age_s=min((age for age in ages if age is not None), default=None),
+        unresponsive_writers=max(s.unresponsive_writers for s in statuses),
+        unusable_writers=max(s.unusable_writers for s in statuses),
+        writers=sorted({lease for s in statuses for lease in s.writers}),
+    )
 
 
 decode_heartbeat: Decoder[Heartbeat] = Decoder(Heartbeat)

@@ -9,7 +9,7 @@ import re
 
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 #: Ids of engine incarnations; they are part of keys and subjects.
-ENGINE_ID = r"[A-Za-z0-9][A-Za-z0-9-]{0,63}"
+ENGINE_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 
 def is_namespace(text: str) -> bool:

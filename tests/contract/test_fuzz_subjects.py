@@ -78,8 +78,7 @@ class Attack:
         self.pool: list[bytes] = []
         self.seen: list[tuple[str, bytes]] = []
         self.spoiler = Spoiler(rng, self.pool)
-        metadata = pair.decode.metadata
-        assert metadata is not None
+        [metadata] = pair.decode.metadata
         engine = "t", metadata.engine_id
         self.subjects = {
             "claim": names.claim_subject(*engine),

@@ -25,7 +25,7 @@ class NullPrefillEngine:
 
     model = "null"
     load = EngineLoad(gave_tokens=True)
-    metadata = None
+    metadata = ()
 
     async def __aenter__(self) -> Self:
         return self

@@ -149,9 +149,9 @@ class Pair:
             queue=QUEUE,
         )
         self.decode = await self.engine("decode", role)
-        assert self.decode.metadata is not None
-        key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
-        await store.put(key, encode_engine(self.decode.metadata))
+        [metadata] = self.decode.metadata
+        key = names.nixl_metadata_key("t", metadata.engine_id)
+        await store.put(key, encode_engine(metadata))
         role = PrefillEngineConfig(cells_path="", min_prefix_read_length=4, queue=QUEUE)
         self.prefill = await self.engine("prefill", role)
         parts = WriterParts(

@@ -22,7 +22,7 @@ class Engine:
     """answers: whether it describes itself; there: whether anybody takes the question."""
 
     def __init__(self, *, described: bool = True):
-        self.metadata = engine_metadata() if described else None
+        self.metadata = [engine_metadata()] if described else []
         self.load = EngineLoad()
         self.answers, self.there = asyncio.Event(), True
         self.answers.set()

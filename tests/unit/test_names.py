@@ -78,7 +78,7 @@ def test_not_namespaces(text):
     assert not names.is_namespace(text)
 
 
-@pytest.mark.parametrize("text", ["e1", "0a1b2c", "Abc-1", "a" * 64])
+@pytest.mark.parametrize("text", ["e1", "0a1b2c", "Abc-1_dp0", "a" * 64])
 def test_engine_ids(text):
     assert names.is_engine_id(text)
 

@@ -590,3 +590,23 @@ def test_a_peer_of_another_version_sees_ours(message):
     """Left out as a default, the version would be read as the reader's own."""
     assert message.wire_version == WIRE_VERSION
     assert msgspec.msgpack.decode(encode(message))["wire_version"] == WIRE_VERSION
+
+
+def test_the_status_of_data_parallel_ranks_together():
+    def status(free: int, age: float | None, writers: list[int]) -> health.EngineStatus:
+        return health.EngineStatus(
+            metadata=ENGINE,
+            free_blocks=free,
+            total_blocks=10,
+            waiting=1,
+            queue_jobs=3,
+            last_step_age_s=age,
+            unusable_writers=1,
+            writers=writers,
+        )
+
+    one, other = status(4, 2.0, [7, 5]), status(6, None, [5])
+    both = health.joined([one, other])
+    assert (both.free_blocks, both.total_blocks, both.waiting) == (10, 20, 2)
+    assert (both.queue_jobs, both.unusable_writers, both.writers) == (3, 1, [5, 7])
+    assert both.last_step_age_s == 2.0 and health.joined([other]).last_step_age_s is None

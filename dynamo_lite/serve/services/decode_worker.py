@@ -142,11 +142,11 @@ class LoadedWorker:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
-            "kv_tokens": metadata.num_blocks * metadata.block_size_tokens if metadata else 0,
+            "kv_tokens": sum(each.num_blocks * each.block_size_tokens for each in metadata),
             "max_running": load.max_running,
             "options": self._options.facts(),
         }
-        if metadata is None:
+        if not metadata:
             return facts | {"writers": [], "writers_age_s": 0.0}
         if (asked_at := self.probe.asked_at) is None:
             return facts
@@ -178,10 +178,12 @@ class LoadedWorker:
     async def _stop_remote_prefills(self) -> None:
         """Orders the engine to stop asking for remote prefills. The engine cannot derive that
         from missing keys, because the store may have lost them."""
-        if self._engine.metadata is None:
-            return
+        engine_ids = [each.engine_id for each in self._engine.metadata]
+        await asyncio.gather(*(self._leave(engine_id) for engine_id in engine_ids))
+
+    async def _leave(self, engine_id: str) -> None:
         host = self._host
-        subject = names.leave_subject(host.spec.namespace, self._engine.metadata.engine_id)
+        subject = names.leave_subject(host.spec.namespace, engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
                 leave = encode(Leave(lease_id=host.lease.id))
@@ -197,13 +199,12 @@ class LoadedWorker:
         blocks as soon as they see the worker."""
         host, engine, enter = self._host, self._engine, stack.enter_async_context
         namespace, component = host.spec.namespace, host.spec.component
-        if engine.metadata is not None:
-            engine_id = engine.metadata.engine_id
-            first_token = names.first_token_subject(namespace, engine_id)
-            on_first_token = counted(self.on_first_token, "first_token", host.drops)
+        on_first_token = counted(self.on_first_token, "first_token", host.drops)
+        for metadata in engine.metadata:
+            first_token = names.first_token_subject(namespace, metadata.engine_id)
             await enter(host.messaging.serve(first_token, on_first_token))
-            key = names.nixl_metadata_key(namespace, engine_id)
-            await host.keys.hold(key, encode_engine(engine.metadata))
+            key = names.nixl_metadata_key(namespace, metadata.engine_id)
+            await host.keys.hold(key, encode_engine(metadata))
         metrics = names.endpoint_subject(namespace, component, "load_metrics", host.lease.id)
         await enter(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=engine.model)

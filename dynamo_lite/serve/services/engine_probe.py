@@ -84,7 +84,7 @@ class EngineProbe:
         with self._messaging.watch_connection(self._on_connection):
             while not self.closing:
                 began = self._now()
-                answered = self._engine.metadata is None or await self._ask_status()
+                answered = not self._engine.metadata or await self._ask_status()
                 await asyncio.sleep(_PERIOD_S if answered else _RETRY_S)
                 self._discount(self._now() - began - _ROUND_S)
                 if not self.closing and (trouble := self.dead()):

@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -84,7 +85,11 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._engine_config_file = Path(extra[ENGINE_CONFIG_FILE])
         with refusal_recorded(self._engine_config_file):
-            self._engine_config = read_engine_config(extra[ENGINE_CONFIG_FILE])
+            # vLLM has added the number of a data-parallel rank to the id.
+            self._engine_config = msgspec.structs.replace(
+                read_engine_config(extra[ENGINE_CONFIG_FILE]),
+                engine_id=vllm_config.kv_transfer_config.engine_id,
+            )
             hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config)
         #: Whether steps that compute nothing wait for KV.

@@ -7,7 +7,7 @@ Detokenisation happens in the Frontend.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import SchedulerStats
 
 from dynamo_lite.disagg.counters import SPAN, RemotePrefillMetrics
 from dynamo_lite.disagg.engine import EngineLoad
@@ -36,7 +37,7 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.protocol.generate import Adapter
-from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status, joined
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -91,7 +92,9 @@ class VllmEngine:
         self._adapters = Adapters(lambda adapter: self._client.add_lora_async(adapter))
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self.load = EngineLoad()
-        self.metadata: EngineMetadata | None = None
+        #: vLLM's last statistics of each data-parallel rank.
+        self._stats: dict[int, SchedulerStats] = {}
+        self.metadata: Sequence[EngineMetadata] = ()
 
     async def __aenter__(self) -> Self:
         config = self._engine_config
@@ -100,12 +103,15 @@ class VllmEngine:
         try:
             self._client = await self._in_thread(self._load)
             if config is not None:
-                described, ttl_s = (await self.describe()).metadata, config.lease_ttl_s
-                self.metadata = await self._in_thread(lambda: self._fingerprinted(described, ttl_s))
+                described = [status.metadata for status in await self._statuses()]
+                ttl_s = config.lease_ttl_s
+                self.metadata = await self._in_thread(
+                    lambda: [self._fingerprinted(each, ttl_s) for each in described]
+                )
             if self.kv_events is not None:
                 groups = await self._client.call_utility_async("get_kv_cache_group_metadata")
                 self.kv_events.follow(groups)
-            one_group = self.metadata is None or self.metadata.num_groups == 1
+            one_group = all(each.num_groups == 1 for each in self.metadata)
             self._rules = FirstTokenRules(self.config, one_group=one_group)
         except BaseException:
             await self._close()
@@ -125,13 +131,22 @@ class VllmEngine:
         return self.config.model_config.model
 
     async def describe(self) -> EngineStatus:
-        """Requests the status of the engine's process over NATS.
+        """Requests the status of the engine's processes over NATS.
 
         Raises Unavailable, DeadlineExceeded, ProtocolError, StartupError.
         """
-        config = self._engine_config
+        return joined(await self._statuses())
+
+    async def _statuses(self) -> list[EngineStatus]:
+        """One for each data-parallel rank, to whose engine id vLLM adds its number."""
+        config, ranks = self._engine_config, self.config.parallel_config.data_parallel_size
         assert config is not None
-        subject = names.describe_subject(config.namespace, config.engine_id)
+        own = config.engine_id
+        ids = [own] if ranks == 1 else [f"{own}_dp{rank}" for rank in range(ranks)]
+        asked = (self._status(names.describe_subject(config.namespace, each)) for each in ids)
+        return await asyncio.gather(*asked)
+
+    async def _status(self, subject: str) -> EngineStatus:
         try:
             reply = await self._context.messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
         except NoResponders as exc:
@@ -172,14 +187,17 @@ class VllmEngine:
                 return None
             raise EngineDied(str(exc)) from exc
         if (stats := outputs.scheduler_stats) is not None:
+            self._stats[outputs.engine_index] = stats
+            ranks, config = self._stats.values(), self.config
+            size = config.parallel_config.data_parallel_size
             self.load = EngineLoad(
-                running=stats.num_running_reqs,
+                running=sum(each.num_running_reqs for each in ranks),
                 # vLLM has a separate count of requests that its last step could not schedule.
-                waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-                kv_usage=stats.kv_cache_usage,
+                waiting=sum(e.num_waiting_reqs + e.num_skipped_waiting_reqs for e in ranks),
+                kv_usage=sum(each.kv_cache_usage for each in ranks) / size,
                 gave_tokens=self.load.gave_tokens
                 or any(output.new_token_ids for output in outputs.outputs),
-                max_running=self._config.scheduler_config.max_num_seqs if self._config else 0,
+                max_running=config.scheduler_config.max_num_seqs * size,
             )
             if stats.kv_connector_stats:
                 self._apply_counts(stats.kv_connector_stats)

@@ -72,8 +72,7 @@ class VllmPrefillEngine(VllmEngine):
         return None if loaded is None else loaded[1]
 
     def check_peer(self, target: EngineMetadata) -> bool:
-        assert self.metadata is not None
-        return check_peer(self.metadata, target)
+        return check_peer(self.metadata[0], target)
 
     async def abandon(self, attempt: str) -> None:
         self._loading.discard(attempt)

@@ -5,6 +5,7 @@ is only known in that process: it writes the reason for a refusal to a file besi
 config, and its component reports it.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from vllm.v1.kv_cache_interface import (
 
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.vllm.engine.kv_groups import specs_of
+
+logger = logging.getLogger(__name__)
 
 #: Kinds of KV where a block holds the KV of its tokens, and is not needed again once all tokens
 #: that attend to it are computed. Their subclasses differ, so they do not count.
@@ -48,7 +51,7 @@ def check_args(args: AsyncEngineArgs) -> None:
 
 def check_config(config: VllmConfig) -> None:
     """Raises StartupError for a configuration that does not support remote prefill."""
-    _check_parallel(config.parallel_config)
+    _check_parallel(config.parallel_config, experts=config.model_config.is_moe)
     _check_one_host(config.parallel_config)
     _check_writes(config)
     _check_drafts(config)
@@ -139,13 +142,18 @@ def _unsupported_layer(spec: KVCacheSpec, block_size: int) -> str:
     return ""
 
 
-def _check_parallel(parallel: ParallelConfig) -> None:
+def _check_parallel(parallel: ParallelConfig, *, experts: bool) -> None:
     """Raises StartupError for parallelism that transfers do not support."""
-    if parallel.data_parallel_size > 1:
+    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
         raise StartupError(
-            f"data-parallel-size: {parallel.data_parallel_size} is not supported with remote"
-            " prefill: an engine's replicas would share one address; start one worker per"
-            f" replica instead (ServiceArgs.workers: {parallel.data_parallel_size})"
+            "data-parallel-rank and data-parallel-hybrid-lb are not supported with remote prefill:"
+            " a worker runs all its data-parallel ranks; set data-parallel-size alone"
+        )
+    if parallel.data_parallel_size > 1 and experts:
+        logger.warning(
+            "data-parallel-size: %d with a model of experts, whose ranks compute in step: it was"
+            " not tried with remote prefill; run scripts/gpu_check --only experts first",
+            parallel.data_parallel_size,
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise StartupError(
@@ -186,9 +194,10 @@ def _check_one_host(parallel: ParallelConfig) -> None:
     )
     if parallel.nnodes > 1:
         raise StartupError(f"nnodes: {parallel.nnodes} is not supported with remote prefill: {why}")
-    if parallel.data_parallel_size_local == 0:
+    if (local := parallel.data_parallel_size_local) < parallel.data_parallel_size:
         raise StartupError(
-            f"data-parallel-size-local: 0 is not supported with remote prefill: {why}"
+            f"data-parallel-size-local: {local} of {parallel.data_parallel_size} is not supported"
+            f" with remote prefill: {why}"
         )
     # A CPU counts as one device, for any number of ranks.
     if parallel.use_ray and not current_platform.is_cpu():

@@ -73,7 +73,7 @@ class SimEngine:
         self._on_broken_link: OnBrokenLink = lambda engine_id, why: None
         self._closing = False
         self.load = EngineLoad()
-        self.metadata: EngineMetadata | None = None
+        self.metadata: Sequence[EngineMetadata] = ()
 
     @property
     def model(self) -> str:
@@ -84,7 +84,7 @@ class SimEngine:
         self._process = self._start_engine(engine, engine.main(self._ready.set), self._on_end)
         try:
             await self._wait_ready()
-            self.metadata = (await self.describe()).metadata
+            self.metadata = [(await self.describe()).metadata]
         except BaseException:
             self._process.kill()
             raise
@@ -186,8 +186,7 @@ class SimEngine:
         return await self._attempts.run(job.attempt, added(), sampled)
 
     def check_peer(self, target: EngineMetadata) -> bool:
-        assert self.metadata is not None
-        if target.fingerprint != self.metadata.fingerprint:
+        if target.fingerprint != self.metadata[0].fingerprint:
             raise IncompatiblePeer(target.engine_id, "another model")
         return True
 

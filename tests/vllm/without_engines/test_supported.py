@@ -109,16 +109,22 @@ def test_drafts_of_a_model_with_states_are_refused():
     check_kv(kv(FULL, WINDOW), engine(drafts="ngram"))
 
 
+BALANCED_ELSEWHERE = ("data_parallel_external_lb", "data_parallel_hybrid_lb")
+
+
 def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
     """Of an engine that writes, on vLLM's V1 model runner."""
-    flags = "is_encoder_decoder is_hybrid is_attention_free has_inner_state is_diffusion"
+    flags = "is_encoder_decoder is_hybrid is_attention_free has_inner_state is_diffusion is_moe"
     sizes = (
         "data_parallel_size decode_context_parallel_size prefill_context_parallel_size nnodes"
         " data_parallel_size_local pipeline_parallel_size world_size"
     )
     parts = {
         "model_config": {"model": "some/model", **dict.fromkeys(flags.split(), False)},
-        "parallel_config": {**dict.fromkeys(sizes.split(), 1), "use_ray": False},
+        "parallel_config": {
+            **dict.fromkeys(sizes.split(), 1),
+            **dict.fromkeys((*BALANCED_ELSEWHERE, "use_ray"), False),
+        },
         "kv_transfer_config": {"is_kv_producer": True},
     }
     given = {"model_config": model, "parallel_config": parallel}
@@ -146,11 +152,11 @@ def test_ordinary_engines_are_supported():
         ({"model": {"is_attention_free": True}}, "some/model: none of its layers has KV"),
         ({"model": {"is_encoder_decoder": True}}, "some/model: each prompt has an encoder's"),
         ({"model": {"is_diffusion": True}}, "some/model: it is a diffusion model"),
-        ({"parallel": {"data_parallel_size": 3}}, "(ServiceArgs.workers: 3)"),
+        *(({"parallel": {key: True}}, "data-parallel-size alone") for key in BALANCED_ELSEWHERE),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode-context-parallel-size"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
         ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
-        ({"parallel": {"data_parallel_size_local": 0}}, "data-parallel-size-local: 0"),
+        ({"parallel": {"data_parallel_size": 2}}, "data-parallel-size-local: 1 of 2"),
         (DRAFTS_IN_STAGES, "pipeline-parallel-size: 2 with speculative-config"),
         ({"num_prefill_lookahead_tokens": 3}, "drafts that read 3 tokens ahead"),
     ],
@@ -158,6 +164,14 @@ def test_ordinary_engines_are_supported():
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
     with pytest.raises(StartupError, match=re.escape(reason)):
         check_config(config(**changed))
+
+
+def test_data_parallel_ranks_of_a_model_with_experts_are_warned_about(caplog):
+    ranks = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    check_config(config(parallel=ranks))
+    assert not caplog.records
+    check_config(config(parallel=ranks, model={"is_moe": True}))
+    assert "data-parallel-size: 2 with a model of experts" in caplog.text
 
 
 def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytest.MonkeyPatch):

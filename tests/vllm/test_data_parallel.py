@@ -1,0 +1,77 @@
+"""Workers with several data-parallel ranks on both sides: each rank is an engine of its own."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from tests.vllm.asking import tokens_of
+from tests.vllm.graph import NAMESPACE, Graph, PlainServer, reached
+from tests.vllm.live import command
+from tests.vllm.slow import SLOW_OPTIONS, longs
+from tests.vllm.test_decisions import counting
+from tests.vllm.test_prefix_read import COMPUTED
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    stage.clear()
+    options = [
+        f"--{service}.data-parallel-size={RANKS}" for service in ("VllmWorker", "PrefillWorker")
+    ]
+    directory: Path = tmp_path_factory.mktemp("ranks")
+    with Graph(directory, options=[*SLOW_OPTIONS, *options]) as graph:
+        yield graph
+
+
+async def test_every_rank_decides_and_receives_for_itself(ranks: Graph, reference: PlainServer):
+    requests = longs(8, seed=1700)
+    expected = await tokens_of(reference.url, requests)
+    since = counting(ranks)
+    assert await tokens_of(ranks.url, requests, 4) == expected
+    assert since() == {"remote/long": len(requests)}
+    async with EtcdStore(ranks.etcd_url) as store:
+        keys = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
+    engines = {key.rpartition("/")[2] for key in keys}
+    assert {engine.rpartition("_")[2] for engine in engines} == {"dp0", "dp1"}
+    last = json.loads(command(ranks, "explain", "--last", str(len(requests)), "--json"))
+    assert {decision["engine_id"] for decision in last} == engines, "both ranks"
+    assert {link["state"] for link in json.loads(command(ranks, "ps", "--links", "--json"))} == {
+        "ok"
+    }
+    pools = await ranks.pools()
+    tokens = ranks.health("VllmWorker")["kv_tokens"]
+    assert tokens == 32 * sum(pool.total_blocks for pool in pools)
+    await ranks.settled()
+
+
+async def test_a_prefill_worker_that_is_killed_half_way(ranks: Graph, reference: PlainServer):
+    requests = longs(4, seed=1710, tokens=3000)
+    expected = await tokens_of(reference.url, requests)
+    killed = ranks.process("PrefillWorker")
+    before = ranks.count("PrefillWorker", COMPUTED)
+    answers = asyncio.create_task(tokens_of(ranks.url, requests))
+    await reached(
+        lambda: ranks.count("PrefillWorker", COMPUTED) - before > 1000,
+        timeout_s=60,
+        what="a part of the prompts is computed",
+    )
+    os.kill(killed.pid, signal.SIGKILL)
+    assert await answers == expected
+    await reached(
+        lambda: ranks.process("PrefillWorker").state == "ready"
+        and ranks.process("PrefillWorker").pid != killed.pid,
+        timeout_s=180,
+        what="it is back",
+    )
+    await ranks.settled()
