@@ -1,4 +1,4 @@
-"""Parts `graph`, `overlap`, `sliding`, `experts`: compare a graph's greedy tokens with those of plain vLLM.
+"""Parts `graph`, `overlap`, `sliding`, `experts`: a graph's greedy tokens against plain vLLM's.
 
 Plain vLLM runs first and is stopped, so that one GPU is enough. With two GPUs each worker
 has its own; `experts` needs four.
@@ -127,7 +127,10 @@ def _compared(bench: Bench, trial: Trial) -> Figures:
         [sys.executable, "scripts/tiny_model.py", model, trial.model], cwd=ROOT, check=True
     )
     prompts = [_prompt(length) for length in trial.prompts]
-    config, placed = _CONFIGS[bench.kind], [f"--Common.model={model}", *_placement(bench, trial.ranks)]
+    config, placed = (
+        _CONFIGS[bench.kind],
+        [f"--Common.model={model}", *_placement(bench, trial.ranks)],
+    )
     placed.append("--VllmWorker.max-prefill-queue-size=1000")
     with plain_server(config, model) as url:
         expected = ask(url, prompts)

@@ -11,7 +11,7 @@ For tests there are also
     experts      Qwen3-MoE: four experts, of which a token uses two
     hybrid       Qwen3-Next: three layers with linear attention, and one with full attention
     eagle        a draft for `tiny`: EAGLE, one layer
-    images       LLaVA: `tiny` behind a CLIP encoder; an image is 64 tokens
+    images       Idefics 3: `tiny` behind an image encoder; an image is up to 130 tokens
 
 The same seed gives the same weights. The model's text is noise; otherwise it is a real
 model with chat template, bfloat16 weights and grouped-query attention. Nothing is
@@ -120,7 +120,7 @@ SHAPES["images"] = {
     "vision": {
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "image_size": 112,
         "patch_size": 14,
@@ -136,7 +136,7 @@ ARCHITECTURES = {
     "hybrid": "Qwen3Next",
 }
 
-IMAGE_TOKEN = "<image>"
+IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
@@ -202,43 +202,38 @@ def make(directory: Path, shape: str) -> None:
 
 
 def _write_with_images(directory: Path, text: dict[str, Any], tokenizer: Any) -> None:
-    """The image's token is the first one after the vocabulary. The weights' names are those of
-    published checkpoints, which vLLM reads."""
+    """The images' tokens are the first ones after the vocabulary."""
     import torch
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
-    from transformers import LlavaForConditionalGeneration as Llava
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
 
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "for part in message.content if part.type == 'text' %}{{ part.text }}",
         "for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}",
     )
     shape = SHAPES["images"]
-    vision = CLIPVisionConfig(**shape["vision"], initializer_range=0.2)
-    size, patch = vision.image_size, vision.patch_size
+    vision, scale = shape["vision"], 2
+    size, patch = vision["image_size"], vision["patch_size"]
     torch.manual_seed(SEED)
-    model = Llava(
-        LlavaConfig(
-            vision_config=vision,
-            text_config=LlamaConfig(**{**text, "vocab_size": VOCABULARY + 8}, **shape["text"]),
-            image_token_index=VOCABULARY,
-            image_seq_length=(size // patch) ** 2,
-        )
-    ).bfloat16()
-    model.save_pretrained(directory)
+    config = Idefics3Config(
+        vision_config={**vision, "initializer_range": 0.2},
+        text_config=LlamaConfig(**{**text, "vocab_size": VOCABULARY + 8}, **shape["text"]),
+        scale_factor=scale,
+        image_token_id=VOCABULARY + IMAGE_TOKENS.index("<image>"),
+        pad_token_id=text["pad_token_id"],
+    )
+    Idefics3ForConditionalGeneration(config).bfloat16().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor = {
-        "processor_class": "LlavaProcessor",
-        "image_token": IMAGE_TOKEN,
-        "patch_size": patch,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": "default",
+        "processor_class": "Idefics3Processor",
+        "image_seq_len": (size // patch // scale) ** 2,
     }
     images = {
-        "processor_class": "LlavaProcessor",
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": size},
-        "crop_size": {"height": size, "width": size},
+        "processor_class": "Idefics3Processor",
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": True,
+        "size": {"longest_edge": 2 * size},
+        "max_image_size": {"longest_edge": size},
     }
     for name, content in (("processor_config", processor), ("preprocessor_config", images)):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2))

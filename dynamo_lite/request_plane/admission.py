@@ -63,14 +63,17 @@ class Admission:
     ) -> str | None:
         """Admits `key`, which must not be in flight. Or returns why not; then nothing was counted.
 
-        input_bytes: of the prompt's media or embeddings. promised: another process has admitted it already, so it is counted and never refused.
+        input_bytes: of the prompt's media or embeddings. promised: another process has admitted it
+        already, so it is counted and never refused.
         """
         if not promised and (busy := self.busy(prompt_tokens)) is not None:
             return busy
         held = self._held_bytes + input_bytes
         if input_bytes:
             if not promised and self._held_bytes and held > MAX_HELD_BYTES:
-                return f"media of {self._held_bytes} of at most {MAX_HELD_BYTES} bytes are in flight"
+                return (
+                    f"media of {self._held_bytes} of at most {MAX_HELD_BYTES} bytes are in flight"
+                )
             self._inputs[key], self._held_bytes = input_bytes, held
         self._keys.add(key)
         self._waiting[key] = prompt_tokens

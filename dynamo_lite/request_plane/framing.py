@@ -94,8 +94,8 @@ class FrameConnection(asyncio.Protocol, ABC):
     """One TCP connection; each end has a class of its own. `send` never waits; a peer that does not
     read is disconnected.
 
-    first_max_bytes, max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is malformed or
-    unexpected. log_limit: of all connections that log together.
+    first_max_bytes, max_bytes: see `FrameParser`. on_drop: called with "stream" when a frame is
+    malformed or unexpected. log_limit: of all connections that log together.
     States: new -> open -> closed; `repr` shows the state and the unsent bytes.
     """
 

@@ -78,7 +78,8 @@ def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
             f"The images and other media of this prompt are {len(encoded)} bytes as the model's"
             f" input, and at most {MAX_INPUT_BYTES} are served: send fewer, or smaller ones"
         )
-    return bytes(encoded)
+    assert isinstance(encoded, bytes)
+    return encoded
 
 
 def inputs_from_bytes(data: bytes, tokens: int, model: ModelConfig, most_embeds: int) -> Inputs:
@@ -87,7 +88,8 @@ def inputs_from_bytes(data: bytes, tokens: int, model: ModelConfig, most_embeds:
     tokens: of the prompt. most_embeds: of one feature, that is the size of the encoder's cache.
     """
     try:
-        inputs: Inputs = _decoder.decode(data)
+        # Writable: torch warns of any other memory.
+        inputs: Inputs = _decoder.decode(bytearray(data))
     except Exception as exc:  # vLLM's decoder raises whatever it meets
         raise Refused(f"malformed media of a prompt: {exc}", elsewhere=False) from exc
     if inputs.embeddings is not None:
@@ -126,7 +128,9 @@ def _wrong_features(
     for feature in features:
         place = feature.mm_position
         if not (start <= place.offset and 0 < place.length <= tokens - place.offset):
-            return f"{feature.modality} at {place.offset} to {place.offset + place.length} of {tokens}"
+            return (
+                f"{feature.modality} at {place.offset} to {place.offset + place.length} of {tokens}"
+            )
         if place.is_embed is not None and tuple(place.is_embed.shape) != (place.length,):
             return f"{feature.modality} at {place.offset}: a mask of another length"
         if not feature.data:

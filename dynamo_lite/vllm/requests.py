@@ -26,8 +26,8 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
-from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes
 from dynamo_lite.vllm.first_token import first_token_params
+from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
 

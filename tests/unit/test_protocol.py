@@ -24,7 +24,6 @@ from dynamo_lite.protocol import (
     routing,
 )
 from dynamo_lite.protocol.codec import (
-    MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     Decoder,
     decode_json,

@@ -93,6 +93,22 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "queue parent_req",
         "vllm/frontend/remote_client.py",
     ),
+    "vllm.v1.engine:EngineCoreOutputs": (
+        "outputs scheduler_stats timestamp engine_index",
+        "vllm/engine/core.py, decode_engine.py",
+    ),
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": (
+        "data modality mm_position",
+        "vllm/inputs.py",
+    ),
+    "vllm.multimodal.inputs:PlaceholderRange": (
+        "offset length is_embed get_num_embeds",
+        "vllm/inputs.py",
+    ),
+    "vllm.multimodal.encoder_budget:MultiModalBudget": (
+        "encoder_cache_size",
+        "vllm/engine/core.py",
+    ),
     "vllm.v1.engine:EngineCoreOutput": (
         "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors finish_reason"
         " stop_reason events prefill_stats",

@@ -24,7 +24,7 @@ from tests.vllm.test_migration import is_back
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
-GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 16}
 HIDDEN = 128
 
 
@@ -107,9 +107,12 @@ def test_images_are_computed_here_and_long_text_is_not(served: Served):
 
 @pytest.mark.parametrize("what", ["image", "embeddings"])
 async def test_a_killed_decode_worker_costs_no_answer(served: Served, what: str):
-    long = {"max_tokens": 300}
+    long = {"max_tokens": 300, "ignore_eos": True}
     if what == "image":
-        kind, bodies = "chat/completions", [chat(image(10 + i), text(9, i), **long) for i in range(2)]
+        kind, bodies = (
+            "chat/completions",
+            [chat(image(10 + i), text(9, i), **long) for i in range(2)],
+        )
     else:
         kind = "completions"
         bodies = [{**GREEDY, **long, "prompt_embeds": embeddings(40 + i, i)} for i in range(2)]

@@ -39,9 +39,9 @@ _PAIRED = re.compile(
 def body_limit(max_model_len: int, *, media: bool = False) -> int:
     """Returns the limit on a body in bytes for a model of `max_model_len` tokens.
 
-    It is `MAX_BODY_BYTES` where prompts may have media or embeddings. For text it is 64 bytes per token (JSON needs 6 for an escaped character, and tokens of whitespace
-    or source code are long) and 2 MiB for everything else, like tools or a list of prompts;
-    at most `MAX_BODY_BYTES`.
+    It is `MAX_BODY_BYTES` where prompts may have media or embeddings. For text it is 64 bytes per
+    token (JSON needs 6 for an escaped character, and tokens of whitespace or source code are long)
+    and 2 MiB for everything else, like tools or a list of prompts; at most `MAX_BODY_BYTES`.
     """
     return MAX_BODY_BYTES if media else min(MAX_BODY_BYTES, (2 << 20) + 64 * max_model_len)
 

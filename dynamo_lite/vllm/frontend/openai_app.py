@@ -47,8 +47,8 @@ from dynamo_lite.vllm.frontend.intake import OpenIntake
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
-from dynamo_lite.vllm.inputs import takes_media
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
+from dynamo_lite.vllm.inputs import takes_media
 from dynamo_lite.vllm.migratable import is_causal
 
 logger = logging.getLogger(__name__)

@@ -89,6 +89,7 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
         model_config=MODEL,
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
         cache_config=SimpleNamespace(block_size=2, enable_prefix_caching=True, sliding_window=None),
     )
     engine._client, engine._config = core, config

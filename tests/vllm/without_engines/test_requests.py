@@ -177,7 +177,7 @@ def test_output_that_leaves_nothing_to_do_is_refused(output, max_tokens, words):
 def test_output_never_becomes_the_prompt_of_a_model_that_is_not_causal():
     facts = {**vars(MODEL), "architectures": ["HrmTextForCausalLM"]}
     model = cast("ModelConfig", SimpleNamespace(**facts))
-    with pytest.raises(Refused, match="this model is not causal"):
+    with pytest.raises(Refused, match="the model is not causal"):
         generation(message([4, 5]), model)
     assert generation(message(), model).prompt_token_ids == [1, 2, 3]
 

@@ -22,6 +22,7 @@ from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.builders import eventually
 from tests.unit.frontend_core import CoreScene
 from tests.unit.recorder import Recorder
+from tests.vllm.without_engines.test_inputs import feature
 
 
 class Tracing(Recorder):
@@ -62,11 +63,11 @@ class Scene(CoreScene):
         given: dict[str, Any] = {
             "prompt_token_ids": [1, 2, 3],
             "sampling_params": SamplingParams(temperature=0.0, max_tokens=4, watermarking=True),
+            "mm_features": None,
             **fields,
         }
         request = EngineCoreRequest(
             request_id=request_id,
-            mm_features=None,
             pooling_params=None,
             arrival_time=5.0,
             lora_request=None,
@@ -172,8 +173,10 @@ async def test_requests_that_cannot_be_served_are_refused_alone(scene: Scene):
     request_id = "r2"
     scene.core.take([b"\x00", msgspec.msgpack.encode([request_id, "not a prompt", None, None])])
     await scene.add("x" * 300)
+    await scene.add("image", mm_features=[feature(0, 2, data=None)])
     await scene.add("r3")
-    assert scene.ends() == dict.fromkeys(("r1", "r2", "x" * 300), FinishReason.ERROR)
+    refused = ("r1", "r2", "x" * 300, "image")
+    assert scene.ends() == dict.fromkeys(refused, FinishReason.ERROR)
     assert scene.failover.submitted_ids == ["r3"]
 
 
