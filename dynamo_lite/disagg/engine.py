@@ -27,7 +27,7 @@ class EngineLoad:
     waiting: int = 0
     #: 0 to 1; share of the blocks that cannot be given to a new request.
     kv_usage: float = 0.0
-    #: Whether it has produced any token since its start. Its first steps may compile kernels.
+    #: Whether each of its ranks has produced a token. Their first steps may compile kernels.
     gave_tokens: bool = False
     #: Most requests that it runs at a time; 0: not known.
     max_running: int = 0

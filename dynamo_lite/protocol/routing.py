@@ -20,6 +20,8 @@ class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[LeaseId]
     cache_salt: str | None = None
     adapter: Adapter | None = None
+    #: Its KV depends on images or other media, or embeddings.
+    media: bool = False
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     wire_version: int = WIRE_VERSION
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: Timeout of the TCP connection to a worker and of its Welcome.
 _CONNECT_TIMEOUT_S = 2.0
+#: A prompt's media may be sent as slowly as this.
+_SLOWEST_BYTES_S = 4e6
 
 
 class RemoteGenerateClient:
@@ -83,6 +85,7 @@ class RemoteGenerateClient:
         if any(connection.runs(request.request_id) for connection in self._connections.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         timeout_s = self._request_timeout_s
+        timeout_s += len(request.inputs or b"") / _SLOWEST_BYTES_S
         if request.adapter is not None:
             timeout_s += ADAPTER_LOAD_S
         await connection.submit(request, timeout_s)

@@ -78,6 +78,8 @@ class KvPicker(Picker):
             prompt = prompt + request.output_token_ids
 
         def hashes(block_size: int) -> Sequence[ChainHash]:
+            if request.inputs is not None:
+                return []  # no worker publishes blocks that depend on more than tokens
             # The last token is computed in any case.
             return chain_hashes(
                 prompt[:-1],

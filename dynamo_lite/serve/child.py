@@ -10,6 +10,7 @@ import importlib
 import logging
 import logging.config
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ import msgspec
 import uvloop
 
 from dynamo_lite.runtime.process.component import ProcessSpec, Report
+from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.imports import import_large
 
 
@@ -78,5 +80,6 @@ if __name__ == "__main__":
     leave(main(sys.argv[1], int(sys.argv[2])))
 elif __name__ == "__mp_main__":
     # A process that vLLM starts with `spawn`: multiprocessing imports its parent's main module
-    # before anything of vLLM.
+    # before anything of vLLM. The coordinator of data-parallel ranks would wait for ever.
+    die_with_parent(signal.SIGKILL)
     import_large("vllm.v1.engine.core")

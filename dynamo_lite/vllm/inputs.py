@@ -5,7 +5,7 @@ the worker with the request, in vLLM's own msgpack, and whole: a worker may have
 were sent before. Each worker computes them itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -82,10 +82,12 @@ def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
     return encoded
 
 
-def inputs_from_bytes(data: bytes, tokens: int, model: ModelConfig, most_embeds: int) -> Inputs:
+def inputs_from_bytes(
+    data: bytes, tokens: int, model: ModelConfig, most_embeds: Mapping[str, int]
+) -> Inputs:
     """Raises Refused for what this model's engine cannot take.
 
-    tokens: of the prompt. most_embeds: of one feature, that is the size of the encoder's cache.
+    tokens: of the prompt. most_embeds: of one feature, by the modalities that the engine takes.
     """
     try:
         # Writable: torch warns of any other memory.
@@ -103,6 +105,17 @@ def inputs_from_bytes(data: bytes, tokens: int, model: ModelConfig, most_embeds:
     return inputs
 
 
+def text_of(prompt: Sequence[int], inputs: Inputs) -> list[int]:
+    """The tokens that are text: a placeholder of media may be outside of the vocabulary."""
+    text = list(prompt)
+    for feature in inputs.features or ():
+        place = feature.mm_position
+        text[place.offset : place.offset + place.length] = [0] * place.length
+    for position, is_text in enumerate(inputs.token_positions or ()):
+        text[position] *= is_text
+    return text
+
+
 def _wrong_embeddings(
     inputs: Inputs, embeddings: torch.Tensor, tokens: int, model: ModelConfig
 ) -> str:
@@ -114,13 +127,14 @@ def _wrong_embeddings(
             f"prompt embeddings of {embeddings.dtype}{list(embeddings.shape)}; this prompt needs"
             f" floating-point numbers, {list(wanted)}"
         )
-    if inputs.features or len(inputs.token_positions or [True] * tokens) != tokens:
+    mask = inputs.token_positions
+    if inputs.features or (mask is not None and len(mask) != tokens):
         return "prompt embeddings with features, or with a mask of another length"
     return ""
 
 
 def _wrong_features(
-    features: Sequence[MultiModalFeatureSpec], tokens: int, most_embeds: int
+    features: Sequence[MultiModalFeatureSpec], tokens: int, most_embeds: Mapping[str, int]
 ) -> str:
     if not features:
         return "neither features nor embeddings"
@@ -135,10 +149,11 @@ def _wrong_features(
             return f"{feature.modality} at {place.offset}: a mask of another length"
         if not feature.data:
             return f"{feature.modality} at {place.offset} without data"
-        if (embeds := place.get_num_embeds()) > most_embeds:
+        most = most_embeds.get(feature.modality, 0)
+        if (embeds := place.get_num_embeds()) > most:
             return (
                 f"{feature.modality} of {embeds} embeddings; this worker's engine takes at most"
-                f" {most_embeds}: give Frontend and workers the same multimodal arguments"
+                f" {most}: give Frontend and workers the same multimodal arguments"
             )
         start = place.offset  # media of two kinds may share one place
     return ""

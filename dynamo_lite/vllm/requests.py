@@ -5,7 +5,8 @@ process with all its requests.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from vllm import SamplingParams
 from vllm.config import ModelConfig
@@ -27,7 +28,7 @@ from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migration import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.first_token import first_token_params
-from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes
+from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes, text_of
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
 
@@ -114,7 +115,7 @@ def generation(
     *,
     connected: bool = False,
     loaded: tuple[Adapter, LoRARequest] | None = None,
-    most_embeds: int = 0,
+    most_embeds: Mapping[str, int] = MappingProxyType({}),
 ) -> EngineCoreRequest:
     """Converts a message for the engine. Raises Refused if this model cannot take it.
 
@@ -135,10 +136,10 @@ def generation(
             raise Refused(too_many, elsewhere=False)
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
-    _check_prompt(request.prompt_token_ids, model)
     prompt, inputs = request.prompt_token_ids, Inputs()
     if request.inputs is not None:
         inputs = inputs_from_bytes(request.inputs, len(prompt), model, most_embeds)
+    _check_prompt(text_of(prompt, inputs), model)
     if sampling.max_tokens is None:
         sampling.max_tokens = model.max_model_len - len(prompt)
     embedded = inputs.embeddings is not None
@@ -150,7 +151,7 @@ def generation(
                 elsewhere=False,
             )
         prompt = prompt + request.output_token_ids
-        _check_prompt(prompt, model)
+        _check_prompt(text_of(prompt, inputs), model)
         _continue_after(len(request.output_token_ids), sampling)
     adapter, lora = loaded or (None, None)
     params = decode_params(request.timeout_s, time.monotonic(), adapter)

@@ -155,6 +155,14 @@ async def until_prefix(cluster: Cluster, prompt: list[int], lease_id: int) -> No
     await eventually(chosen, 5)
 
 
+async def test_prompts_with_media_go_by_load(cluster: Cluster) -> None:
+    cluster.workers[0].compute(PROMPTS[3])
+    async with cluster.router():
+        await until_prefix(cluster, PROMPTS[3], 1)
+        picked = {await cluster.choose(PROMPTS[3], f"i{n}", inputs=b"x") for n in range(2)}
+        assert picked == {1, 2}
+
+
 async def test_without_a_router_the_frontend_chooses(cluster: Cluster) -> None:
     assert {await cluster.choose([5], "a"), await cluster.choose([5], "b")} == {1, 2}
     assert cluster.fallbacks == 2

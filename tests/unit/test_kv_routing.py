@@ -175,6 +175,13 @@ def test_salts_keep_prefixes_apart():
     assert router.picker.choices == Counter(load=1, prefix=1)
 
 
+def test_prompts_with_media_have_no_prefix():
+    """Their tokens are placeholders, and workers publish no blocks of them."""
+    router = Router(workers=2)
+    assert sorted(router.pick(inputs=b"image") for _ in range(2)) == [1, 2]
+    assert router.picker.matched_tokens == 0
+
+
 def test_a_session_stays_where_it_was_unless_that_is_much_busier():
     router = Router(workers=2)
     home = router.pick([1] * 9, session="s")

@@ -129,6 +129,7 @@ class Router:
             arrival_time=0.0,
             cache_salt=asked.cache_salt,
             adapter=asked.adapter,
+            inputs=b"" if asked.media else None,
             session=asked.session,
         )
         picked = self._picker.pick(members, request, without)

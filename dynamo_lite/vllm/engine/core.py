@@ -85,8 +85,8 @@ class VllmEngine:
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._rules: FirstTokenRules | None = None
-        #: Of one image or other medium: the size of the encoder's cache.
-        self._most_embeds = 0
+        #: Of one image or other medium, by modality.
+        self._most_embeds: dict[str, int] = {}
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
         self._adapters = Adapters(lambda adapter: self._client.add_lora_async(adapter))
@@ -94,6 +94,8 @@ class VllmEngine:
         self.load = EngineLoad()
         #: vLLM's last statistics of each data-parallel rank.
         self._stats: dict[int, SchedulerStats] = {}
+        #: Those that have given tokens.
+        self._gave_tokens: set[int] = set()
         self.metadata: Sequence[EngineMetadata] = ()
 
     async def __aenter__(self) -> Self:
@@ -188,6 +190,8 @@ class VllmEngine:
             raise EngineDied(str(exc)) from exc
         if (stats := outputs.scheduler_stats) is not None:
             self._stats[outputs.engine_index] = stats
+            if any(output.new_token_ids for output in outputs.outputs):
+                self._gave_tokens.add(outputs.engine_index)
             ranks, config = self._stats.values(), self.config
             size = config.parallel_config.data_parallel_size
             self.load = EngineLoad(
@@ -195,8 +199,7 @@ class VllmEngine:
                 # vLLM has a separate count of requests that its last step could not schedule.
                 waiting=sum(e.num_waiting_reqs + e.num_skipped_waiting_reqs for e in ranks),
                 kv_usage=sum(each.kv_cache_usage for each in ranks) / size,
-                gave_tokens=self.load.gave_tokens
-                or any(output.new_token_ids for output in outputs.outputs),
+                gave_tokens=len(self._gave_tokens) == size,
                 max_running=config.scheduler_config.max_num_seqs * size,
             )
             if stats.kv_connector_stats:
@@ -230,7 +233,12 @@ class VllmEngine:
         )
         if config.model_config.supports_multimodal_inputs:
             budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
-            self._most_embeds = budget.encoder_cache_size
+            limits, media = budget.mm_limits, config.model_config.get_multimodal_config()
+            self._most_embeds = {
+                modality: budget.encoder_cache_size
+                for modality, most in limits.items()
+                if most != 0 or media.enable_mm_embeds
+            }
         if self._publishes_kv:
             self.kv_events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len

@@ -149,6 +149,16 @@ def _check_parallel(parallel: ParallelConfig, *, experts: bool) -> None:
             "data-parallel-rank and data-parallel-hybrid-lb are not supported with remote prefill:"
             " a worker runs all its data-parallel ranks; set data-parallel-size alone"
         )
+    if parallel.data_parallel_size > 1 and parallel.data_parallel_backend != "mp":
+        raise StartupError(
+            f"data-parallel-backend: {parallel.data_parallel_backend} is not supported with remote"
+            " prefill: ranks must be processes of their component; remove it"
+        )
+    if parallel.enable_elastic_ep:
+        raise StartupError(
+            "enable-elastic-ep is not supported with remote prefill: the number of a worker's ranks"
+            " is fixed; remove it"
+        )
     if parallel.data_parallel_size > 1 and experts:
         logger.warning(
             "data-parallel-size: %d with a model of experts, whose ranks compute in step: it was"

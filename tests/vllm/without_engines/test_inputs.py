@@ -62,7 +62,7 @@ def sent(**changes: Any) -> GenerateRequest:
 def test_features_arrive_as_they_were():
     mask = torch.tensor([True, False, True])
     given = [feature(1, 2), feature(4, 3, 2, mm_position=PlaceholderRange(4, 3, mask))]
-    got = generation(sent(mm_features=given), model(), most_embeds=2)
+    got = generation(sent(mm_features=given), model(), most_embeds={"image": 2})
     assert got.prompt_token_ids == PROMPT and got.prompt_embeds is None
     assert got.mm_features is not None
     for there, here in zip(got.mm_features, given, strict=True):
@@ -71,7 +71,7 @@ def test_features_arrive_as_they_were():
         assert there.data is not None and here.data is not None
         assert torch.equal(there.data["pixel_values"].data, here.data["pixel_values"].data)
     moved = msgspec.structs.replace(sent(mm_features=given), output_token_ids=[9])
-    assert generation(moved, model(), most_embeds=2).prompt_token_ids == [*PROMPT, 9]
+    assert generation(moved, model(), most_embeds={"image": 2}).prompt_token_ids == [*PROMPT, 9]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -101,6 +101,7 @@ def test_embeddings_arrive_as_they_were_and_are_repeated_from_their_start(mixed:
         ({"mm_features": [feature(4, 2), feature(3, 2)]}, "image at 3"),
         ({"mm_features": [feature(0, 2, data=None)]}, "without data"),
         ({"mm_features": [feature(0, 6)]}, "6 embeddings.*at most 5"),
+        ({"mm_features": [feature(0, 1, modality="audio")]}, "audio of 1 .* at most 0"),
         (
             {"mm_features": [feature(0, 3, mm_position=PlaceholderRange(0, 3, torch.ones(4)))]},
             "mask",
@@ -115,13 +116,27 @@ def test_embeddings_arrive_as_they_were_and_are_repeated_from_their_start(mixed:
 )
 def test_what_would_break_a_step_is_refused(changes: dict[str, Any], said: str):
     with pytest.raises(Refused, match=said):
-        generation(sent(**changes), model(), most_embeds=5)
+        generation(sent(**changes), model(), most_embeds={"image": 5})
+
+
+def test_placeholders_may_be_outside_of_the_vocabulary_and_text_may_not():
+    """That of MODEL has 100 tokens."""
+    limits, prompt = {"image": 2}, [1, 900, 900, 4]
+    image = {"mm_features": [feature(1, 2)]}
+    got = generation(sent(prompt_token_ids=prompt, **image), model(), most_embeds=limits)
+    assert got.prompt_token_ids == prompt
+    mixed = {"prompt_embeds": torch.ones(4, HIDDEN)}
+    mask = [True, False, False, True]
+    made = sent(prompt_token_ids=prompt, prompt_is_token_ids=mask, **mixed)
+    assert generation(made, model()).prompt_token_ids == prompt
+    with pytest.raises(Refused, match="token id 900"):
+        generation(sent(prompt_token_ids=[1, 5, 5, 900], **image), model(), most_embeds=limits)
 
 
 def test_a_model_gets_what_it_takes():
     image, embedded = sent(mm_features=[feature(0, 2)]), sent(prompt_embeds=torch.ones(8, HIDDEN))
     with pytest.raises(Refused, match="text only"):
-        generation(image, model(media=False), most_embeds=5)
+        generation(image, model(media=False), most_embeds={"image": 5})
     with pytest.raises(Refused, match="enable-prompt-embeds"):
         generation(embedded, model(embeddings=False))
 
@@ -138,7 +153,7 @@ def test_nothing_is_unpickled_even_where_vllm_would(monkeypatch: pytest.MonkeyPa
     for code in (CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE):
         whole[0][0]["data"]["pixel_values"]["data"] = msgspec.msgpack.Ext(code, b"cos\nsystem\n.")
         with pytest.raises(Refused, match="extension type"):
-            inputs.inputs_from_bytes(msgspec.msgpack.encode(whole), 8, model(), 5)
+            inputs.inputs_from_bytes(msgspec.msgpack.encode(whole), 8, model(), {"image": 5})
 
 
 @pytest.mark.parametrize(
@@ -150,4 +165,4 @@ def test_malformed_features_are_refused(field: Any):
     whole = msgspec.msgpack.decode(sent(mm_features=[feature(0, 2)]).inputs or b"")
     whole[0][0]["data"]["pixel_values"]["field"] = field
     with pytest.raises(Refused, match="malformed"):
-        inputs.inputs_from_bytes(msgspec.msgpack.encode(whole), 8, model(), 5)
+        inputs.inputs_from_bytes(msgspec.msgpack.encode(whole), 8, model(), {"image": 5})

@@ -123,7 +123,8 @@ def config(*, model: Any = None, parallel: Any = None, **more: Any) -> Any:
         "model_config": {"model": "some/model", **dict.fromkeys(flags.split(), False)},
         "parallel_config": {
             **dict.fromkeys(sizes.split(), 1),
-            **dict.fromkeys((*BALANCED_ELSEWHERE, "use_ray"), False),
+            **dict.fromkeys((*BALANCED_ELSEWHERE, "use_ray", "enable_elastic_ep"), False),
+            "data_parallel_backend": "mp",
         },
         "kv_transfer_config": {"is_kv_producer": True},
     }
@@ -157,6 +158,8 @@ def test_ordinary_engines_are_supported():
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
         ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
         ({"parallel": {"data_parallel_size": 2}}, "data-parallel-size-local: 1 of 2"),
+        ({"parallel": {"data_parallel_size": 2, "data_parallel_backend": "ray"}}, "backend: ray"),
+        ({"parallel": {"enable_elastic_ep": True}}, "enable-elastic-ep is not"),
         (DRAFTS_IN_STAGES, "pipeline-parallel-size: 2 with speculative-config"),
         ({"num_prefill_lookahead_tokens": 3}, "drafts that read 3 tokens ahead"),
     ],

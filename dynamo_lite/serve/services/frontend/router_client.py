@@ -144,6 +144,7 @@ class RemoteRouter(Picker):
             candidates=list(candidates),
             cache_salt=request.cache_salt,
             adapter=request.adapter,
+            media=request.inputs is not None,
             session=request.session,
         )
         self.released(request.request_id)
