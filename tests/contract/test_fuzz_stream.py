@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.generate import (
+    MAX_SUBMIT_BYTES,
     Accepted,
     Cancel,
     Deltas,
@@ -128,7 +129,7 @@ CLIENT_FRAMES = [
     frame(encode(Hello(client_id="x"))) + submit_of(generate_request("h", client_id=ITS_ID)),
     frame(encode(Welcome())),
     frame(encode(Accepted())),
-    (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+    (MAX_SUBMIT_BYTES + 1).to_bytes(4, "big"),
     bytes(4),
 ]
 
@@ -137,7 +138,7 @@ def is_refused(sent: bytes) -> bool:
     """Whether a worker, to which `ITS_ID` is connected, disconnects a client that sends this."""
     greeted = False
     try:
-        for payload in FrameParser(first_max_bytes=MAX_HELLO_BYTES).feed(sent):
+        for payload in FrameParser(MAX_HELLO_BYTES, MAX_SUBMIT_BYTES).feed(sent):
             message = decode_client_frame(payload)
             if isinstance(message, Hello):
                 if greeted or message.client_id == ITS_ID or message.wire_version != WIRE_VERSION:
