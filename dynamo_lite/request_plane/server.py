@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
-from dynamo_lite.protocol.codec import WIRE_VERSION
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
 from dynamo_lite.protocol.generate import (
     Accepted,
@@ -200,6 +200,8 @@ class GenerateServer:
         """Raises Refused."""
         try:
             request = decode_generate_request(payload)
+            if len(payload) - len(request.inputs or b"") > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"more than {MAX_MESSAGE_BYTES} bytes beside its inputs")
             if (request.request_id, request.client_id) != (request_id, session.client_id):
                 raise ProtocolError("its ids are not those of its frame and its connection")
         except ProtocolError as exc:

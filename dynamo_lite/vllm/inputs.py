@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import (
@@ -60,6 +62,20 @@ def takes_media(model: ModelConfig) -> bool:
     return model.supports_multimodal_inputs or model.enable_prompt_embeds
 
 
+def most_embeds(config: VllmConfig) -> dict[str, int]:
+    """By the modalities that the engine takes: the most embeddings of one feature, which the
+    encoder's cache must hold. Loads the model's processor, which may take seconds."""
+    if not config.model_config.supports_multimodal_inputs:
+        return {}
+    budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+    embedded = config.model_config.get_multimodal_config().enable_mm_embeds
+    return {
+        modality: budget.encoder_cache_size
+        for modality, most in budget.mm_limits.items()
+        if most != 0 or embedded
+    }
+
+
 def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
     """None for a prompt of tokens only. Raises VLLMValidationError if they cannot be sent."""
     if not request.mm_features and request.prompt_embeds is None:
@@ -83,11 +99,11 @@ def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
 
 
 def inputs_from_bytes(
-    data: bytes, tokens: int, model: ModelConfig, most_embeds: Mapping[str, int]
+    data: bytes, tokens: int, model: ModelConfig, limits: Mapping[str, int]
 ) -> Inputs:
     """Raises Refused for what this model's engine cannot take.
 
-    tokens: of the prompt. most_embeds: of one feature, by the modalities that the engine takes.
+    tokens: of the prompt. limits: see `most_embeds`.
     """
     try:
         # Writable: torch warns of any other memory.
@@ -99,7 +115,7 @@ def inputs_from_bytes(
     elif not model.supports_multimodal_inputs:
         problem = "this model takes text only"
     else:
-        problem = _wrong_features(inputs.features or (), tokens, most_embeds)
+        problem = _wrong_features(inputs.features or (), tokens, limits)
     if problem:
         raise Refused(problem, elsewhere=False)
     return inputs
@@ -134,7 +150,7 @@ def _wrong_embeddings(
 
 
 def _wrong_features(
-    features: Sequence[MultiModalFeatureSpec], tokens: int, most_embeds: Mapping[str, int]
+    features: Sequence[MultiModalFeatureSpec], tokens: int, limits: Mapping[str, int]
 ) -> str:
     if not features:
         return "neither features nor embeddings"
@@ -149,7 +165,7 @@ def _wrong_features(
             return f"{feature.modality} at {place.offset}: a mask of another length"
         if not feature.data:
             return f"{feature.modality} at {place.offset} without data"
-        most = most_embeds.get(feature.modality, 0)
+        most = limits.get(feature.modality, 0)
         if (embeds := place.get_num_embeds()) > most:
             return (
                 f"{feature.modality} of {embeds} embeddings; this worker's engine takes at most"

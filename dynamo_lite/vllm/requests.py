@@ -120,7 +120,7 @@ def generation(
     """Converts a message for the engine. Raises Refused if this model cannot take it.
 
     connected: the engine has a connector, which gets the request's deadline and adapter. loaded:
-    its adapter in this engine. most_embeds: see `inputs_from_bytes`.
+    its adapter in this engine. most_embeds: of `inputs.most_embeds`.
 
     For a migrated request, tokens that another engine has generated become the end of the
     prompt, and the limits shrink by their number.

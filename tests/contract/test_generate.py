@@ -13,6 +13,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Refused, Unavailable
 from dynamo_lite.protocol.generate import (
     MAX_INPUT_BYTES,
+    MAX_SUBMIT_BYTES,
     Accepted,
     Adapter,
     Cancel,
@@ -29,7 +30,12 @@ from dynamo_lite.protocol.generate import (
     decode_worker_frame,
 )
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.request_plane.framing import MAX_UNSENT_BYTES, frame
+from dynamo_lite.request_plane.framing import (
+    MAX_UNSENT_BYTES,
+    FrameParser,
+    frame,
+    parse_address,
+)
 from tests.builders import endpoint_record, eventually, generate_request
 from tests.contract.generating import Outputs, Setup, open_setup, tokens
 
@@ -179,6 +185,21 @@ async def test_media_travel_with_their_request(setup: Setup):
     assert setup.engine.running["a"].inputs == inputs
     setup.server.deliver([tokens("a", 7)])
     await eventually(lambda: setup.outputs.deltas == [tokens("a", 7)])
+
+
+async def test_a_text_too_large_is_refused_by_the_worker_too(remote: Setup):
+    request = generate_request("a", client_id="raw", cache_salt="x" * MAX_MESSAGE_BYTES)
+    payload = encode(Submit(request_id="a", request=encode(request)))
+    reader, writer = await asyncio.open_connection(*parse_address(remote.server.stream_address))
+    writer.write(frame(encode(Hello(client_id="raw"))) + frame(payload, MAX_SUBMIT_BYTES))
+    parser, frames = FrameParser(), list[bytes]()
+    async with asyncio.timeout(5):
+        while len(frames) < 2:
+            frames += parser.feed(await reader.read(1 << 16))
+    reply = decode_worker_frame(frames[1])
+    assert isinstance(reply, SubmitReply) and isinstance(reply.reply, RequestRefused)
+    assert "beside its inputs" in reply.reply.reason and remote.engine.running == {}
+    writer.close()
 
 
 async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):

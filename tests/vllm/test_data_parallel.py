@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain, decode_explained
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.serve.processes import is_alive
 from tests.vllm.asking import tokens_of
-from tests.vllm.graph import NAMESPACE, Graph, PlainServer, reached
+from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually, reached
 from tests.vllm.live import command
 from tests.vllm.slow import SLOW_OPTIONS, longs
 from tests.vllm.test_decisions import counting
@@ -31,9 +31,12 @@ def ranks(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     options = [
         f"--{service}.data-parallel-size={RANKS}" for service in ("VllmWorker", "PrefillWorker")
     ]
-    directory: Path = tmp_path_factory.mktemp("ranks")
-    with Graph(directory, options=[*SLOW_OPTIONS, *options]) as graph:
+    graph = Graph(tmp_path_factory.mktemp("ranks"), options=[*SLOW_OPTIONS, *options])
+    graph.__enter__()
+    try:
         yield graph
+    finally:
+        assert graph.end() in (0, -signal.SIGKILL)
 
 
 async def test_every_rank_decides_and_receives_for_itself(ranks: Graph, reference: PlainServer):
@@ -82,3 +85,12 @@ async def test_a_prefill_worker_that_is_killed_half_way(ranks: Graph, reference:
         what="it is back",
     )
     await ranks.settled()
+
+
+def test_no_process_outlives_a_killed_supervisor(ranks: Graph):
+    """The last one: it ends the graph. vLLM's coordinator of the ranks would wait for ever."""
+    family = ranks.descendants()
+    os.kill(ranks.pid, signal.SIGKILL)
+    eventually(
+        lambda: not any(is_alive(pid) for pid in family), timeout_s=20, what="all have ended"
+    )

@@ -1,14 +1,13 @@
 """Prompts with images, and prompts of embeddings: computed where they are decoded, and equal to
 plain vLLM's. Text prompts of the same model are prefilled remotely."""
 
-import asyncio
 import base64
 import io
 import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -16,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.vllm.asking import Stream, ask, assert_same, prompt_ids, prose
-from tests.vllm.graph import Graph, PlainServer, health_of, reached
+from tests.vllm.asking import ask, assert_same, prompt_ids, prose
+from tests.vllm.graph import Graph, PlainServer, reached
 from tests.vllm.models import model_of
 from tests.vllm.test_decisions import counting
-from tests.vllm.test_migration import is_back
+from tests.vllm.test_migration import answers_of, is_back, streams_of, under_way
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -52,13 +51,9 @@ def embeddings(tokens: int, seed: int) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-class Served:
-    def __init__(self, graph: Graph, plain: PlainServer):
-        self.graph, self.plain = graph, plain
-
-    async def stream(self, url: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-            return await Stream(kind, body).run(http)
+class Served(NamedTuple):
+    graph: Graph
+    plain: PlainServer
 
 
 @pytest.fixture(scope="module")
@@ -106,27 +101,20 @@ def test_images_are_computed_here_and_long_text_is_not(served: Served):
 
 @pytest.mark.parametrize("what", ["image", "embeddings"])
 async def test_a_killed_decode_worker_costs_no_answer(served: Served, what: str):
-    long = {"max_tokens": 300, "ignore_eos": True}
+    long = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
     if what == "image":
-        kind, bodies = (
-            "chat/completions",
-            [chat(image(10 + i), text(9, i), **long) for i in range(2)],
-        )
+        requests = [
+            ("chat/completions", {**chat(image(10 + i), text(9, i)), **long}) for i in range(4)
+        ]
     else:
-        kind = "completions"
-        bodies = [{**GREEDY, **long, "prompt_embeds": embeddings(40 + i, i)} for i in range(2)]
-    expected = [await served.stream(served.plain.url, kind, body) for body in bodies]
+        requests = [
+            ("completions", {"prompt_embeds": embeddings(40 + i, i), **long}) for i in range(4)
+        ]
+    expected = await answers_of(served.plain.url, streams_of(requests))
     victim = served.graph.process("VllmWorker", 0)
-    streams = [Stream(kind, body) for body in bodies]
-    async with httpx.AsyncClient(base_url=served.graph.url, timeout=120) as http:
-        answers = [asyncio.create_task(stream.run(http)) for stream in streams]
-        async with asyncio.timeout(60):
-            while not all(len(stream.chunks) > 2 for stream in streams):
-                await asyncio.sleep(0.005)
-        share = (await asyncio.to_thread(health_of, victim))["in_flight"]
-        assert share == 1 and not any(stream.ended for stream in streams)
+    async with under_way(served.graph, requests, victim) as answers:
         os.kill(victim.pid, signal.SIGKILL)
-        got = await asyncio.gather(*answers)
+        got = await answers
     for answer, right in zip(got, expected, strict=True):
         assert answer["tokens"] == right["tokens"]
         assert_same(answer, right)

@@ -57,19 +57,19 @@ STREAMS = [
 ]
 
 
-async def _answers(url: str, streams: list[Stream]) -> list[dict[str, Any]]:
+async def answers_of(url: str, streams: list[Stream]) -> list[dict[str, Any]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         return list(await asyncio.gather(*(stream.run(http) for stream in streams)))
 
 
-def _streams(requests: list[Request]) -> list[Stream]:
+def streams_of(requests: list[Request]) -> list[Stream]:
     return [Stream(kind, body) for kind, body in requests]
 
 
 @pytest.fixture(scope="module")
 def expected(reference: PlainServer) -> list[dict[str, Any]]:
-    return asyncio.run(_answers(reference.url, _streams(STREAMS)))
+    return asyncio.run(answers_of(reference.url, streams_of(STREAMS)))
 
 
 def _moved(graph: Graph) -> dict[str, float]:
@@ -82,7 +82,7 @@ def is_back(graph: Graph, instance: int, pid: int) -> bool:
 
 
 @asynccontextmanager
-async def _under_way(
+async def under_way(
     graph: Graph, requests: list[Request], victim: ProcessState
 ) -> AsyncIterator[asyncio.Future]:
     """The answers to come; on entry all streams have begun, none has ended, and the
@@ -92,8 +92,8 @@ async def _under_way(
     are asked again.
     """
     for _ in range(3):
-        streams = _streams(requests)
-        asking = asyncio.create_task(_answers(graph.url, streams))
+        streams = streams_of(requests)
+        asking = asyncio.create_task(answers_of(graph.url, streams))
         try:
             async with asyncio.timeout(120):
                 while not (asking.done() or all(len(s.chunks) >= BEGUN for s in streams)):
@@ -116,7 +116,7 @@ async def test_a_killed_decode_worker_costs_no_answer(
     process = pair.process("VllmWorker", 0)
     pid = pair.engine_pid("VllmWorker", 0) if victim == "engine" else process.pid
     before, lost = _moved(pair), pair.count("Frontend", LOST)
-    async with _under_way(pair, STREAMS, process) as answers:
+    async with under_way(pair, STREAMS, process) as answers:
         os.kill(pid, signal.SIGKILL)
         got = await answers
     for request, answer, right in zip(STREAMS, got, expected, strict=True):

@@ -58,7 +58,8 @@ def waits_in_steps(config: VllmConfig) -> bool:
     """Whether the engine's steps that compute nothing wait for KV.
 
     They do not where steps overlap: such engines learn of an arrival one step later anyway. Nor
-    with data parallelism or draft models, for which a step without computing matters.
+    with draft models, or data-parallel ranks that share experts (other ranks count as engines of
+    one), for which a step without computing matters.
     """
     return (
         config.max_concurrent_batches == 1

@@ -6,7 +6,6 @@ ranks) and forwards vLLM's hooks to it.
 """
 
 import atexit
-import ctypes
 import gc
 import logging
 import signal
@@ -36,6 +35,7 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.compat import hash_block_size
 from dynamo_lite.vllm.engine.arrivals import (
@@ -64,13 +64,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
-
-
-def _die_with_parent() -> None:
-    """An engine process must not outlive the component that runs it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
@@ -78,7 +72,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        _die_with_parent()
+        # An engine process must not outlive the component that runs it.
+        die_with_parent(signal.SIGKILL)
         # At exit Python's final garbage collection of vLLM and torch would take seconds.
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None

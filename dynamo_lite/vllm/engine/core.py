@@ -17,8 +17,6 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -85,8 +83,6 @@ class VllmEngine:
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._rules: FirstTokenRules | None = None
-        #: Of one image or other medium, by modality.
-        self._most_embeds: dict[str, int] = {}
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
         self._adapters = Adapters(lambda adapter: self._client.add_lora_async(adapter))
@@ -223,22 +219,19 @@ class VllmEngine:
         """Loading takes many seconds, and the event loop must keep running."""
         return await asyncio.get_running_loop().run_in_executor(self._starter, work)
 
-    def _load(self) -> Any:
+    def _configure(self) -> VllmConfig:
+        """Called in a thread, before the engine's processes are started."""
         context = self._context
-        config = self._config = vllm_config(
+        return vllm_config(
             context.args,
             self._engine_config,
             context.engine_config_path,
             kv_events=self._publishes_kv,
         )
-        if config.model_config.supports_multimodal_inputs:
-            budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
-            limits, media = budget.mm_limits, config.model_config.get_multimodal_config()
-            self._most_embeds = {
-                modality: budget.encoder_cache_size
-                for modality, most in limits.items()
-                if most != 0 or media.enable_mm_embeds
-            }
+
+    def _load(self) -> Any:
+        context, config = self._context, self._configure()
+        self._config = config
         if self._publishes_kv:
             self.kv_events = followed(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len

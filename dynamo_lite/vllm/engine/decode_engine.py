@@ -1,8 +1,9 @@
 """Stock vLLM as a decode engine: requests in, one batch of deltas per engine step out."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
@@ -13,6 +14,7 @@ from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.first_token import stop_tokens
+from dynamo_lite.vllm.inputs import most_embeds
 from dynamo_lite.vllm.wire import delta_from_output
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,13 @@ class VllmDecodeEngine(VllmEngine):
         self._ids = RequestIds()
         #: What the engine compiles all grammars with: the backend of its first one.
         self._backend: str | None = None
+        #: See `most_embeds`.
+        self._most_embeds: Mapping[str, int] = {}
+
+    def _configure(self) -> VllmConfig:
+        config = super()._configure()
+        self._most_embeds = most_embeds(config)
+        return config
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused if this engine cannot take the request. If it is cancelled, the caller
