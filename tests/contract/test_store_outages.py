@@ -286,6 +286,20 @@ async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) 
         assert await lease.verify() is LeaseLoss.REVOKED
 
 
+async def test_a_compaction_after_a_wipe_hides_no_wipe(etcd_server: PrivateServer) -> None:
+    """The place in history is forgotten in another store, which is behind what was seen."""
+    async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await write_as_others(etcd_server.url, 20)
+        assert await lease.verify() is None  # sees the revision of the last one
+        await wipe(etcd_server, others_write=8)
+        await when_back(lambda: store.get("n/own"))
+        client = store._client
+        await client.compact((await client.get(b"m/7")).mod_revision, physical=True)
+        assert await lease.verify() is None
+        await put_when_back(store, "n/own", b"2", lease=lease)
+
+
 @pytest.mark.parametrize("ahead", [0, 20])
 async def test_looks_at_a_wiped_store_at_a_time_agree(
     etcd_server: PrivateServer, ahead: int

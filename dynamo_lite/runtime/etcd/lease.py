@@ -68,6 +68,8 @@ class EtcdLease:
         #: The key that was put last under the lease, and its revision: a mark in the history of the
         #: store that granted it. None until there is one.
         self._mark: tuple[bytes, int] | None = None
+        #: The highest revision of the store that it was refreshed at.
+        self._seen = 0
 
     def __repr__(self) -> str:
         state = self._loss.value if self._loss else f"{self.remaining_s():.1f} s left"
@@ -191,13 +193,14 @@ class EtcdLease:
             logger.debug("lease %x was not refreshed: %s", self.id, exc)
             return False
         self.deadline = max(self.deadline, asked_at + min(self.ttl_s, reply.TTL))
+        self._seen = max(self._seen, reply.header.revision)
         return True
 
     async def _grant(self, ttl_s: float) -> None:
         client, asked_at = self._client, self._boottime()
         assert client is not None
         granted = await client.call(lambda: client.lease(math.ceil(ttl_s), self.id))
-        self.id, self.ttl_s = granted.id, min(ttl_s, granted.ttl)
+        self.id, self.ttl_s, self._seen = granted.id, min(ttl_s, granted.ttl), 0
         self.deadline = max(self.deadline, asked_at + self.ttl_s)
         self._mark = None
 
@@ -225,9 +228,13 @@ class EtcdLease:
         try:
             reply = await client.range(rpc.RangeRequest(key=key, revision=revision, keys_only=True))
         except rpc.AioRpcError as exc:
-            if status(exc) is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
-                return not is_future_revision(exc)
-            raise
+            if status(exc) is not rpc.StatusCode.OUT_OF_RANGE:
+                raise
+            if is_future_revision(exc):  # not yet written
+                return False
+            # Compacted. A read of the present is never behind what the same store has shown.
+            reply = await client.range(rpc.RangeRequest(key=key, keys_only=True))
+            return reply.header.revision >= self._seen
         return [(kv.key, kv.mod_revision) for kv in reply.kvs] == [mark]
 
 
