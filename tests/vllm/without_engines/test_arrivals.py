@@ -114,7 +114,7 @@ def test_steps_wait_only_where_vllm_does_not_sleep_after_them(made: Any, waits: 
 def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str | None
 ):
-    monkeypatch.setattr(connector, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
     steps = Steps(model, tmp_path, 100, scheduler)
     engine, prefix = steps.engine, [1] * 8 * BLOCK
     steps.cache(prefix)
