@@ -55,18 +55,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_041,
+    "dynamo_lite/protocol": 2_043,
     "dynamo_lite/runtime": 6_214,
     "dynamo_lite/routing": 1_074,
     "dynamo_lite/transfer": 1_293,
     "dynamo_lite/request_plane": 2_073,
-    "dynamo_lite/disagg": 6_716,
-    "dynamo_lite/vllm": 6_977,
+    "dynamo_lite/disagg": 6_745,
+    "dynamo_lite/vllm": 7_156,
     "dynamo_lite/forward": 5_149,
     "dynamo_lite/planner": 2_131,
     "dynamo_lite/serve": 5_738,
-    "dynamo_lite/cli": 2_842,
-    "tests": 56_472,
+    "dynamo_lite/cli": 2_843,
+    "tests": 56_898,
     "tests/simulation": 8_562,
 }
 SLACK = 50

@@ -31,7 +31,8 @@ def as_text(at: float, lease_id: int, d: Decision) -> str:
     lines = [
         f"{d.request_id}  {as_clock(at)}  worker {lease_id:x}",
         f"  verdict  {d.verdict}, {d.reason}",
-        f"  prompt   {d.prompt_tokens} tokens, {d.cached_tokens} of them cached here",
+        f"  prompt   {d.prompt_tokens} tokens, {d.cached_tokens} of them cached here"
+        + (f", {d.offloaded_tokens} offloaded" if d.offloaded_tokens else ""),
         f"  queue    {queue}",
         f"  limits   local up to {limits.max_local_prefill_length} tokens to compute, and from"
         f" {limits.max_prefill_queue_size} jobs{f' or {tokens} tokens' if tokens else ''} in the"

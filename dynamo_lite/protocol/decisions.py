@@ -46,8 +46,10 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision is made from, beside the thresholds, and recorded with."""
 
     prompt_tokens: int
-    #: The engine's own prefix hit, so that the difference is the exact number of tokens to compute.
+    #: The engine's own prefix hit. All tokens that are neither cached nor offloaded are computed.
     cached_tokens: int
+    #: Tokens beyond these that another KV connector of the engine can load.
+    offloaded_tokens: int = 0
     #: None when it was never read.
     queue: QueueSeen | None = None
     #: Time limit of a remote prefill.
@@ -61,7 +63,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncached_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
+        return self.prompt_tokens - self.cached_tokens - self.offloaded_tokens
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

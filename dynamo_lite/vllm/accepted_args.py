@@ -54,7 +54,6 @@ _BOTH = _table(
             " enable-moe-shared-loras"
         ),
         _ONE_PROCESS: "data-parallel-multi-port-external-lb data-parallel-start-rank",
-        "set by dynamo-lite itself; remove it": "kv-transfer-config",
         "there is one engine per worker; remove it": "aggregate-engine-logging",
     }
 )

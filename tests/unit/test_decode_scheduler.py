@@ -87,6 +87,32 @@ async def test_cached_is_what_no_engine_computes(decode: Decode):
     assert decode.half.cached_tokens("r4") is None
 
 
+async def test_what_another_connector_can_load_counts_as_cached(decode: Decode):
+    request, look = prompt("r1", 20), decode.half.num_new_matched_tokens
+    assert look(request, 8, offloaded=8) == (0, False), "the rest is short"
+    assert look(request, 8, offloaded=7) == (11, True), "and then nothing of it is used"
+    assert decode.admit(prompt("r2", 4)) == 0
+    assert decode.half.cached_tokens("r2") is None, "the engine knows it"
+    decode.output("r2")  # loaded by the other one
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_a_job_waits_for_the_step_that_reads_its_blocks(clock: ManualClock, steps: int):
+    decode = Decode(clock, overlapping_steps=steps)
+    async with decode.queue:
+        decode.admit(prompt("r1", 10))
+        assert decode.half.build_step(in_use=True).expect
+        decode.admit(prompt("r2", 10))
+        await decode.network()
+        for _ in range(steps - 1):
+            decode.half.build_step()
+            await decode.network()
+        assert (await decode.queue.depth()).jobs == steps - 1
+        decode.half.build_step()
+        await decode.network()
+        assert (await decode.queue.depth()).jobs == 2
+
+
 async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(clock: ManualClock):
     decode, offered = Decode(clock, overlapping_steps=2), []
     async with decode.queue:

@@ -257,6 +257,16 @@ def half() -> Half:
     return Half()
 
 
+def test_what_another_connector_can_load_is_not_read():
+    half, job = Half(), Half().job()
+    assert half.half.may_load(job)
+    assert half.half.num_new_matched_tokens(job, 4, 12) == (0, False)
+    assert half.half.num_new_matched_tokens(job, 4, 4) == (12, True)
+    assert half.admit(job, 16) == 0
+    assert not half.half.may_load(job), "a preempted one is computed"
+    half.half.worker_output(RankResults(sent={"another's"}), None)
+
+
 def test_what_this_engine_lacks_is_read_before_the_rest_is_computed(half: Half):
     job = half.job()
     assert half.admit(job, cached=4) == 12

@@ -59,6 +59,15 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "block_hashes medium group_idx",
         "vllm/engine/kv_events.py",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": (
+        "_connectors _requests_to_connector _extra_async_saves _get_connector_classes_and_configs",
+        "vllm/engine/multi_connector.py",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+    "OffloadingConnectorScheduler": (
+        "_current_batch_allocated_block_ids",
+        "vllm/engine/multi_connector.py",
+    ),
     "vllm.v1.engine.core:EngineCore": (
         "get_kv_cache_group_metadata",
         "vllm/engine/core.py",

@@ -45,14 +45,16 @@ class Prompts:
         #: The blocks that each step in flight fills.
         self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
-    def decide(self, request: Prompt, cached: int, transferable: bool) -> tuple[int | None, bool]:
+    def decide(
+        self, request: Prompt, cached: int, transferable: bool, offloaded: int = 0
+    ) -> tuple[int | None, bool]:
         """See `DecodeScheduler.num_new_matched_tokens`."""
         prefill = self._prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:
             return 0, False
         if prefill is not None and self._flights.waits(prefill, cached):
             return None, False
-        decided = self._decided(request, cached, transferable, prefill)
+        decided = self._decided(request, cached, transferable, prefill, offloaded)
         prefill = self._prefills.proposed(request, decided)
         if self._flights.joins(request, prefill):
             return None, False
@@ -89,7 +91,12 @@ class Prompts:
             self._flights.finished(prefill)
 
     def _decided(
-        self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
+        self,
+        request: Prompt,
+        cached: int,
+        transferable: bool,
+        known: RemotePrefill | None,
+        offloaded: int,
     ) -> Decided:
         """known: the prompt's record so far. If the prompt has had a remote prefill before, the
         time limit of that one applies. The request's own deadline always applies."""
@@ -100,6 +107,7 @@ class Prompts:
         inputs = DecisionInputs(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,
+            offloaded_tokens=offloaded,
             queue=self._queue(at),
             time_left_s=min(timeout_s, time_left_s(request, at)),
             transferable=transferable and request.prompt_token_ids is not None,

@@ -143,13 +143,15 @@ class RemotePrefills:
             prefill.writer_cached = min(cached, prefill.decided.inputs.prompt_tokens - 1)
 
     def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
-        """The engine learns that the KV came, or that it will not come."""
+        """The engine learns that the KV came, or that it will not come. Returns None for KV that
+        another connector has loaded."""
         prefill = self.by_request.get(request_id)
-        if prefill is not None:
-            self._unpark(prefill)
-            if received:
-                prefill.prompt = None
-                prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
+        if prefill is None or not prefill.parked:
+            return None
+        self._unpark(prefill)
+        if received:
+            prefill.prompt = None
+            prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
         return prefill
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:

@@ -9,6 +9,7 @@ happened at the engine.
 
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
@@ -25,6 +26,7 @@ from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.health import EngineStatus
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -84,6 +86,8 @@ class DecodeScheduler:
         )
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
+        #: For each step in flight: its jobs that are published when it has ended.
+        self._later = deque(list[RemotePrefillRequest]() for _ in range(overlapping_steps))
         #: For the ledger, since the last step.
         self._events: list[LedgerEvent] = []
         #: What the next step tells the ranks.
@@ -91,7 +95,7 @@ class DecodeScheduler:
         self._stepped_at = self._now()
 
     def num_new_matched_tokens(
-        self, request: Prompt, cached: int, *, transferable: bool = True
+        self, request: Prompt, cached: int, *, transferable: bool = True, offloaded: int = 0
     ) -> tuple[int | None, bool]:
         """How many tokens beyond `cached` a prefill worker will compute, and whether the
         request waits for them.
@@ -99,8 +103,9 @@ class DecodeScheduler:
         Never the last prompt token: the engine computes it in order to sample. None: the
         engine must call again, because the request waits for the KV of another request.
         transferable: whether the prompt's KV depends on its tokens and cache salt only.
+        offloaded: tokens beyond `cached` that another connector loads if none are returned.
         """
-        return self._prompts.decide(request, cached, transferable)
+        return self._prompts.decide(request, cached, transferable, offloaded)
 
     def leader_of(self, request_id: str) -> str | None:
         """The parked request for whose KV the request waits; None if there is none, so that the
@@ -113,9 +118,10 @@ class DecodeScheduler:
         if begin is not None:
             self._events.append(begin)
 
-    def build_step(self, filling: Iterable[int] = ()) -> DecodeStep:
+    def build_step(self, filling: Iterable[int] = (), *, in_use: bool = False) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
-        already."""
+        already. in_use: whether another connector reads blocks of this step's prompts until the
+        step has ended: no writer may have them before."""
         self._stepped_at = self._now()
         # Also when blocks are released: what has arrived for them is taken before their reuse.
         self._message.poll = self.prefills.jobs > 0 or self.prefills.unsettled
@@ -123,6 +129,8 @@ class DecodeScheduler:
         for job in jobs:
             self._message.expect[job.attempt] = job.request_id
             self._message.blocks[job.attempt] = tuple(job.block_ids)
+        self._later.append(jobs if in_use else [])
+        jobs = [*self._later.popleft(), *([] if in_use else jobs)]
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
@@ -140,9 +148,9 @@ class DecodeScheduler:
             self._transferred(request_id, received=request_id not in results.lost)
 
     def cached_tokens(self, request_id: str) -> int | None:
-        """Prompt tokens that no engine computes for the request; None without a decision."""
+        """Prompt tokens that no engine computes for the request; None without a remote prefill."""
         prefill = self.prefills.by_request.get(request_id)
-        return None if prefill is None else prefill.cached_tokens
+        return None if prefill is None or not prefill.tries else prefill.cached_tokens
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""

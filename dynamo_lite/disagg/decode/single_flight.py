@@ -90,7 +90,8 @@ class SingleFlight:
         """Whether the request waits from now on, instead of following its verdict."""
         if not self._prefills.by_hash:
             return False
-        decided, cached = prefill.decided, prefill.decided.inputs.cached_tokens
+        decided = prefill.decided
+        cached = decided.inputs.prompt_tokens - decided.inputs.uncached_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
         if leader is None or decided.verdict.reason not in _LONG or wait.waits >= _MAX_WAITS:

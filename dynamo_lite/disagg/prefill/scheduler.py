@@ -190,11 +190,20 @@ class PrefillScheduler:
         self._step = PrefillStep()
         self._stepped_at = self._now()
 
-    def num_new_matched_tokens(self, request: Prompt, cached: int) -> tuple[int, bool]:
+    def may_load(self, request: Prompt) -> bool:
+        """Whether another connector may load the prompt's KV: before its first step only. Later
+        ones would end beside the job's writes, and the engine would free its blocks twice."""
+        job = self._job(request)
+        return job is None or job.state is _State.ARRIVED
+
+    def num_new_matched_tokens(
+        self, request: Prompt, cached: int, offloaded: int = 0
+    ) -> tuple[int, bool]:
         """Returns how many tokens beyond `cached` are read from the decode engine, and whether
         the request has to wait for them.
 
         A job reads only once: after a failed read or a preemption its prefix is computed.
+        offloaded: tokens beyond `cached` that another connector loads if none are read.
         Raises ProtocolError if the job's parameters are malformed.
         """
         job = self._job(request)
@@ -203,8 +212,9 @@ class PrefillScheduler:
         # Prefix blocks are only offered if both engines' blocks have the same size.
         held = len(job.params.prefix_block_ids) * self._block_size
         # A read costs a turn of the scheduler and a transfer, so a short prefix is computed.
-        missing = held - cached
-        return (missing, True) if missing >= self._role.min_prefix_read_length else (0, False)
+        if held - cached - offloaded < self._role.min_prefix_read_length:
+            return 0, False
+        return held - cached, True
 
     def state_after_alloc(
         self,
@@ -277,8 +287,8 @@ class PrefillScheduler:
         for request_id in sorted(results.received | results.lost):
             self._read_ended(request_id)
         for request_id in sorted(results.sent):
-            job = self._jobs[request_id]
-            self._end(request_id, job.outcome, job.failure or "")
+            if (job := self._jobs.get(request_id)) is not None:  # else another connector's
+                self._end(request_id, job.outcome, job.failure or "")
 
     def _read_ended(self, request_id: str) -> None:
         job = self._jobs.get(request_id)

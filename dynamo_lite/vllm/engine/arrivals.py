@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.vllm.engine.connector_types import StepMetadata
+from dynamo_lite.vllm.engine.connector_types import step_of
 
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
@@ -150,12 +150,8 @@ class _ArrivalMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        metadata = scheduler_output.kv_connector_metadata
-        if (
-            isinstance(metadata, StepMetadata)
-            and isinstance(metadata.step, DecodeStep)
-            and metadata.step.wait_s
-        ):
+        step = step_of(scheduler_output.kv_connector_metadata)
+        if isinstance(step, DecodeStep) and step.wait_s:
             # The engine core looks at this number next, and only to decide whether to sleep.
             scheduler_output.total_num_scheduled_tokens = 1
         return outputs

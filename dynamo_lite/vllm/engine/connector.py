@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,12 +233,23 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        return self.matched_beside(request, num_computed_tokens, 0)
+
+    def matched_beside(
+        self, request: Any, computed: int, offloaded: int
+    ) -> tuple[int | None, bool]:
+        """`get_num_new_matched_tokens`, where another connector can load `offloaded` tokens beyond
+        the computed ones. It does if this one returns none."""
         if self._prefill is not None:
-            return self._prefill.num_new_matched_tokens(request, num_computed_tokens)
+            return self._prefill.num_new_matched_tokens(request, computed, offloaded)
         assert self._decode is not None
         return self._decode.num_new_matched_tokens(
-            request, num_computed_tokens, transferable=_is_transferable(request)
+            request, computed, transferable=_is_transferable(request), offloaded=offloaded
         )
+
+    def may_load_beside(self, request: Any) -> bool:
+        """Whether another connector may load KV of the request now."""
+        return self._prefill is None or self._prefill.may_load(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups, cached or not: vLLM must not zero blocks that a writer fills."""
@@ -269,11 +281,18 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self.step_beside(scheduler_output, {}, in_use=False)
+
+    def step_beside(
+        self, scheduler_output: Any, loading: Mapping[str, int], *, in_use: bool
+    ) -> StepMetadata:
+        """`build_connector_meta` beside another connector. loading: see `filling_blocks`. in_use:
+        see `DecodeScheduler.build_step`."""
         if self._decode is not None:
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
-            filling = filling_blocks(scheduler_output, self._manager, size)
-            step = self._decode.build_step(filling)
+            filling = filling_blocks(scheduler_output, self._manager, size, loading)
+            step = self._decode.build_step(filling, in_use=in_use)
             if self._waits and not scheduler_output.num_scheduled_tokens:
                 step.wait_s = arrival_wait_s(self._decode.awaits_kv_s)
                 if step.wait_s and step.expect:
@@ -304,6 +323,12 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         assert self._prefill is not None
         return self._prefill.request_finished(request), None
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called beside a connector that knows one KV group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

@@ -1,6 +1,6 @@
 """What a step of vLLM's scheduler completes, and when its kernels have run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +10,17 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def filling_blocks(output: "SchedulerOutput", manager: "KVCacheManager", size: int) -> list[int]:
+def filling_blocks(
+    output: "SchedulerOutput", manager: "KVCacheManager", size: int, loading: Mapping[str, int]
+) -> list[int]:
     """The blocks that the step completes, also those that draft tokens complete.
 
-    size: tokens per block.
+    size: tokens per block. loading: for each request the tokens that another connector loads in
+    the step, before it computes the next ones.
     """
     filled: list[int] = []
     for request_id, computed in _computed(output):
-        start = computed // size
+        start = (computed - loading.get(request_id, 0)) // size
         end = (computed + output.num_scheduled_tokens[request_id]) // size
         if end > start:
             blocks = manager.get_blocks(request_id).blocks

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -34,19 +33,6 @@ _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 _ONE_GROUP = "set disable-hybrid-kv-cache-manager: true for both workers"
 _WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
-
-
-def check_args(args: AsyncEngineArgs) -> None:
-    """Raises StartupError for arguments that would replace the connector.
-
-    vLLM resolves them while it makes its configuration, and would then fail with an error
-    that names neither the argument nor the reason.
-    """
-    if args.kv_offloading_size is not None:
-        raise StartupError(
-            "kv-offloading-size does not go with remote prefill: vLLM has one KV connector per"
-            f" engine, and offloading would replace ours; remove it, or {_WITHOUT}"
-        )
 
 
 def check_config(config: VllmConfig) -> None:

@@ -1,15 +1,18 @@
 """vLLM's configuration of an engine, as its component makes it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.engine.engine_config import vllm_config
+from dynamo_lite.vllm.engine.engine_config import own_counts, vllm_config
+from dynamo_lite.vllm.engine.multi_connector import MultiConnector
 from tests.builders import PREFILL_ROLE, engine_config
 
 LINK = engine_config(PREFILL_ROLE)
@@ -37,9 +40,47 @@ def test_an_engine_with_a_link_gets_the_connector(model: Path):
     assert made(model, None).kv_transfer_config is None
 
 
-def test_what_displaces_the_connector_is_refused_before_vllm_stumbles_over_it(model: Path):
-    with pytest.raises(StartupError, match="does not go with remote prefill"):
-        made(model, LINK, "--kv-offloading-size=1")
+def test_offloading_is_beside_the_connector(model: Path):
+    transfer = made(model, LINK, "--kv-offloading-size=1").kv_transfer_config
+    ours, other = transfer.kv_connector_extra_config["connectors"]
+    assert KVConnectorFactory.get_connector_class(transfer) is MultiConnector
+    assert (transfer.kv_role, transfer.kv_load_failure_policy) == ("kv_both", "recompute")
+    assert ours["kv_connector"] == "DynamoLiteConnector"
+    assert other["kv_connector"] == "OffloadingConnector"
+    assert other["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1 << 30}
+
+
+def test_a_connector_of_the_user_is_beside_ours(model: Path):
+    given = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "engine_id": "x"}
+    config = made(model, LINK, f"--kv-transfer-config={json.dumps(given)}")
+    transfer = config.kv_transfer_config
+    _, other = transfer.kv_connector_extra_config["connectors"]
+    assert "engine_id" not in other and transfer.engine_id == LINK.engine_id
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager, "it knows one KV group only"
+    counts = {"DynamoLiteConnector": {"ended": 1}, "ExampleConnector": {"hits": 2}}
+    assert own_counts(config, counts) == {"ended": 1}
+    assert own_counts(config, {"ExampleConnector": {"hits": 2}}) == {}
+    assert own_counts(made(model, LINK), {"ended": 1}) == {"ended": 1}
+    alone = made(model, None, f"--kv-transfer-config={json.dumps(given)}")
+    assert alone.kv_transfer_config.kv_connector == "ExampleConnector"
+    assert own_counts(alone, {"hits": 2}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "flags", "says"),
+    [
+        ("ExampleConnector", "kv_producer", (), "kv_role: kv_producer"),
+        ("ExampleConnector", "kv_both", ("--kv-offloading-size=1",), "set one of them"),
+        ("Exampel", "kv_both", (), "Exampel cannot be loaded: Unsupported connector type"),
+        ("", "", ("--kv-offloading-size=1", "--kv-offloading-backend=lmcache"), "LMCacheMPConn"),
+    ],
+)
+def test_connectors_that_do_not_go_beside_ours_are_refused(
+    model: Path, name: str, role: str, flags: tuple[str, ...], says: str
+):
+    given = json.dumps({"kv_connector": name, "kv_role": role})
+    with pytest.raises(StartupError, match=says):
+        made(model, LINK, *([f"--kv-transfer-config={given}"] if name else []), *flags)
 
 
 def test_vllm_keeps_its_kv_groups_beside_the_connector(model: Path):

@@ -91,6 +91,7 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         cache_config=SimpleNamespace(block_size=2, enable_prefix_caching=True, sliding_window=None),
+        kv_transfer_config=SimpleNamespace(kv_connector="DynamoLiteConnector"),
     )
     engine._client, engine._config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,7 +23,6 @@ from dynamo_lite.disagg.engine_config import read_engine_config
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.vllm.engine import supported
 from dynamo_lite.vllm.engine.supported import (
-    check_args,
     check_config,
     check_kv,
     refusal_recorded,
@@ -184,23 +182,6 @@ def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytes
     check_config(config(parallel={"world_size": 8}))
     with pytest.raises(StartupError, match="8 ranks, and 4 devices on this host"):
         check_config(config(parallel={"use_ray": True, "world_size": 8}))
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"kv_offloading_size": 4.0}, "kv-offloading-size"),
-        ({"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"}, "kv-offloading-size"),
-    ],
-)
-def test_arguments_that_displace_the_connector_are_refused(given: dict[str, Any], key: str):
-    with pytest.raises(StartupError, match=f"^{key} does not go with remote prefill"):
-        check_args(AsyncEngineArgs(model="some/model", **given))
-
-
-def test_arguments_that_leave_the_connector_in_place_are_accepted():
-    check_args(AsyncEngineArgs(model="some/model", kv_offloading_backend="lmcache"))
-    check_args(AsyncEngineArgs(model="some/model", disable_hybrid_kv_cache_manager=True))
 
 
 @pytest.mark.parametrize(

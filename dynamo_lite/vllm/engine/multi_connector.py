@@ -1,0 +1,92 @@
+"""Another KV connector of vLLM beside ours: one that offloads KV, or a store of it.
+
+The other one is asked first, once at each look at a prompt, and what it has counts as cached in the
+decision. A prompt loads from one of both. Both save.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
+
+_OURS, _OTHER = 0, 1
+
+
+class MultiConnector(multi_connector.MultiConnector):
+    """It has the name of vLLM's, by which vLLM knows that the children's abilities count."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._ours = cast("DynamoLiteConnector", self._connectors[_OURS])
+        self._other = self._connectors[_OTHER]
+        #: Tokens that the other connector loads, by request, in the step that is being scheduled.
+        self._loading: dict[str, int] = {}
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ours is a preference, the other one's a need."""
+        preferred, needed = (
+            child.get_required_kvcache_layout(config)
+            for child, config in cls._get_connector_classes_and_configs(vllm_config)
+        )
+        return needed or preferred
+
+    def leader_of(self, request_id: str) -> str | None:
+        return self._ours.leader_of(request_id)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        offloaded, waits = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
+        if offloaded is None:
+            return None, False
+        offloaded = max(offloaded, 0) if self._ours.may_load_beside(request) else 0
+        tokens, ours_waits = self._ours.matched_beside(request, num_computed_tokens, offloaded)
+        self._requests_to_connector.pop(request.request_id, None)
+        if tokens is None:
+            return None, False
+        if tokens:
+            self._requests_to_connector[request.request_id] = _OURS
+            return tokens, ours_waits
+        if offloaded:
+            self._requests_to_connector[request.request_id] = _OTHER
+        return offloaded, waits and offloaded > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            return
+        if self._requests_to_connector.get(request.request_id) == _OTHER:
+            self._loading[request.request_id] = num_external_tokens
+        else:
+            self._end_reads(block.block_id for group in blocks.blocks for block in group)
+
+    def _end_reads(self, blocks: Iterable[int]) -> None:
+        """vLLM's offloading saves blocks also after their request has freed them, and ends that
+        before others get them. It does not see blocks that are allocated for another connector."""
+        if isinstance(self._other, OffloadingConnector):
+            self._other.scheduler._current_batch_allocated_block_ids.update(blocks)
+
+    def build_connector_meta(
+        self, scheduler_output: Any
+    ) -> multi_connector.MultiKVConnectorMetadata:
+        other = self._other.build_connector_meta(scheduler_output)
+        # Ends in the step, before its reads, but perhaps after a prefill worker's first write.
+        in_use = isinstance(other, OffloadingConnectorMetadata) and bool(other.jobs_to_flush)
+        loading, self._loading = self._loading, {}
+        saves, self._extra_async_saves = self._extra_async_saves, {}
+        return multi_connector.MultiKVConnectorMetadata(
+            metadata=(self._ours.step_beside(scheduler_output, loading, in_use=in_use), other),
+            extra_async_saves=saves or None,
+        )
