@@ -204,6 +204,17 @@ async def test_a_key_may_be_put_back_before_the_lease_is_known_again(rig: Rig) -
     assert await rig.store.get_prefix("n/") == {}
 
 
+async def test_a_key_of_another_lease_at_the_same_revision_is_no_revocation(rig: Rig) -> None:
+    """As when another process becomes the leader first in a wiped store."""
+    async with rig.store.lease(60) as lease, rig.store.lease(60) as other:
+        await rig.store.put("n/leader", b"1", lease=lease)
+        await rig.away()
+        await rig.back(wiped=True)
+        await put_when_back(rig.store, "n/leader", b"2", lease=other)
+        assert await lease.verify() is None
+        await put_when_back(rig.store, "n/own", b"1", lease=lease)
+
+
 async def test_a_wiped_store_resyncs_the_watch(rig: Rig) -> None:
     async with rig.store.watch("n/") as events:
         assert await take(events) == Snapshot({})

@@ -218,7 +218,8 @@ class EtcdLease:
         """Whether the store has the history in which the lease had keys. Until it has one no
         process sees this lease, so none has revoked it.
 
-        Revisions alone are not reliable: a wiped store may already be past that of the keys.
+        Revisions and keys alone are not reliable: a wiped store may already be past that of the
+        keys, and another process may have put the same key at the same revision.
         """
         client, mark = self._client, self._mark
         assert client is not None
@@ -235,7 +236,7 @@ class EtcdLease:
             # Compacted. A read of the present is never behind what the same store has shown.
             reply = await client.range(rpc.RangeRequest(key=key, keys_only=True))
             return reply.header.revision >= self._seen
-        return [(kv.key, kv.mod_revision) for kv in reply.kvs] == [mark]
+        return [kv.lease for kv in reply.kvs] == [self.id]
 
 
 @contextlib.asynccontextmanager
