@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -507,6 +509,31 @@ async def test_leaving_during_an_outage_leaves_no_task_behind(nats_server: Priva
         await nats_server.kill()
         await wait_for_connection(messaging, False)
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"), [(TcpTransport, "connect"), (Client, "_process_connect_init")]
+)
+async def test_leaving_while_it_reconnects_leaves_no_task_behind(
+    nats_server: PrivateServer, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
+) -> None:
+    """The cancel comes together with the server's answer, and nats-py loses it."""
+    real, reached = getattr(owner, step), asyncio.Event()
+
+    async def loses_a_cancel(*args: Any, **options: Any) -> None:
+        reached.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(5)
+        await real(*args, **options)
+
+    before = asyncio.all_tasks()
+    async with NatsMessaging(nats_server.url) as messaging:
+        monkeypatch.setattr(owner, step, loses_a_cancel)
+        client: Any = messaging.client
+        client._transport._io_writer.transport.abort()
+        await reached.wait()
+    assert asyncio.all_tasks() == before
+    assert not client.is_connected
 
 
 async def test_a_connection_that_breaks_as_it_is_closed_leaves_no_task_behind(

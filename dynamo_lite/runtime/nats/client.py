@@ -15,7 +15,7 @@ It works around these faults of nats-py:
   the next connection (see `drop`).
 - It leaves the tasks of a connection that breaks while it sends the subscriptions again: their
   PINGs go on, in the next connections, too. It leaves the tasks of its subscriptions when its
-  close is cancelled or has a timeout.
+  close is cancelled or has a timeout, and those of a connection that opens during its close.
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
@@ -38,6 +38,7 @@ from nats.protocol.command import unsub_cmd
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
+from dynamo_lite.runtime.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -135,17 +136,18 @@ class PersistentClient(Client):
         return TcpTransport()
 
     async def close(self) -> None:
-        handling = [subscription._wait_for_msgs_task for subscription in self._subs.values()]
+        tasks = [subscription._wait_for_msgs_task for subscription in self._subs.values()]
         try:
             await super().close()
         finally:
             self._abort_transport()
             for subscription in list(self._subs.values()):  # of a close that was cut short
                 drop(subscription)
-            # nats-py has cancelled them, or `drop`; neither waits for their end.
+            # nats-py cancels them once, a reconnect may lose that and connect, and nothing waits.
+            tasks += [self._reconnection_task, self._reading_task]
+            tasks += [self._ping_interval_task, self._flusher_task]
             own = asyncio.current_task()
-            if left := [task for task in handling if task and task is not own and not task.done()]:
-                await asyncio.wait(left)
+            await end_tasks(*(task for task in tasks if task and task is not own))
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED
