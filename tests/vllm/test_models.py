@@ -121,21 +121,27 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
         assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
 
 
+async def answer_of_killed(prefill: Graph, direct: Direct, prompt: list[int]) -> list[int]:
+    """The tokens of a prompt whose prefill worker is killed half-way."""
+    killed = prefill.process("PrefillWorker")
+    before = sample_sum(killed.status_url, COMPUTED)
+    answer = asyncio.create_task(direct.tokens(prompt, max_tokens=12))
+    await reached(
+        lambda: sample_sum(killed.status_url, COMPUTED) - before > 0.3 * len(prompt),
+        timeout_s=60,
+        what="a part of the prompt is computed",
+    )
+    assert not answer.done()
+    os.kill(killed.pid, signal.SIGKILL)
+    return await answer
+
+
 @pytest.mark.parametrize("model", list(STEP_TOKENS), indirect=True)
 async def test_a_prefill_worker_that_is_killed_half_way(workers, etcd_url: str, model: str):
     decode, prefill = workers
-    prompt, killed = prompt_ids(6000, seed=1150), prefill.process("PrefillWorker")
+    prompt = prompt_ids(6000, seed=1150)
     async with Direct(etcd_url, model) as direct:
         alone = await direct.tokens(prompt, local=True, max_tokens=12)
-        before = sample_sum(killed.status_url, COMPUTED)
-        answer = asyncio.create_task(direct.tokens(prompt, max_tokens=12))
-        await reached(
-            lambda: sample_sum(killed.status_url, COMPUTED) - before > 0.3 * len(prompt),
-            timeout_s=60,
-            what="a part of the prompt is computed",
-        )
-        assert not answer.done()
-        os.kill(killed.pid, signal.SIGKILL)
-        assert await answer == alone
+        assert await answer_of_killed(prefill, direct, prompt) == alone
     assert decode.count("VllmWorker", REMOTE, outcome="committed") == len(LENGTHS)
     assert not decode.errors()

@@ -86,7 +86,9 @@ class DecodeScheduler:
         )
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        #: For each step in flight: its jobs that are published when it has ended.
+        #: For each step in flight: whether another connector reads blocks in it, and the jobs that
+        #: are published when it has ended.
+        self._in_use = deque[bool](maxlen=overlapping_steps)
         self._later = deque(list[RemotePrefillRequest]() for _ in range(overlapping_steps))
         #: For the ledger, since the last step.
         self._events: list[LedgerEvent] = []
@@ -120,8 +122,8 @@ class DecodeScheduler:
 
     def build_step(self, filling: Iterable[int] = (), *, in_use: bool = False) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
-        already. in_use: whether another connector reads blocks of this step's prompts until the
-        step has ended: no writer may have them before."""
+        already. in_use: whether another connector reads blocks until this step has ended that
+        this step's prompts, or the next one's, may have: no writer may have them before."""
         self._stepped_at = self._now()
         # Also when blocks are released: what has arrived for them is taken before their reuse.
         self._message.poll = self.prefills.jobs > 0 or self.prefills.unsettled
@@ -129,8 +131,10 @@ class DecodeScheduler:
         for job in jobs:
             self._message.expect[job.attempt] = job.request_id
             self._message.blocks[job.attempt] = tuple(job.block_ids)
-        self._later.append(jobs if in_use else [])
-        jobs = [*self._later.popleft(), *([] if in_use else jobs)]
+        self._in_use.append(in_use)
+        held = any(self._in_use)
+        self._later.append(jobs if held else [])
+        jobs = [*self._later.popleft(), *([] if held else jobs)]
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []

@@ -247,9 +247,10 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             request, computed, transferable=_is_transferable(request), offloaded=offloaded
         )
 
-    def may_load_beside(self, request: Any) -> bool:
-        """Whether another connector may load KV of the request now."""
-        return self._prefill is None or self._prefill.may_load(request)
+    def may_load_beside(self, request: Any, *, waits: bool) -> bool:
+        """Whether another connector may load KV of the request now. waits: whether the request
+        waits for it. Otherwise a load that fails is known after the KV was sent."""
+        return self._prefill is None or (waits and self._prefill.may_load(request))
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups, cached or not: vLLM must not zero blocks that a writer fills."""
@@ -323,12 +324,6 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         assert self._prefill is not None
         return self._prefill.request_finished(request), None
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Called beside a connector that knows one KV group only."""
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -17,15 +16,15 @@ from dynamo_lite.vllm.engine.arrivals import schedule_arrivals_at_once
 from dynamo_lite.vllm.engine.connector_types import CONNECTOR
 from dynamo_lite.vllm.engine.kv_events import kv_events_config
 from dynamo_lite.vllm.engine.short_first import let_short_pass
-from dynamo_lite.vllm.engine.supported import check_config
+from dynamo_lite.vllm.engine.supported import WITHOUT, check_config
 
 #: Also the name of vLLM's own, see there.
 _MULTI = "MultiConnector"
-#: Of a child's configuration; the others are the parent's.
-_CHILD = {
-    *("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
-    *("kv_buffer_device", "kv_port", "enable_permute_local_kv"),
-}
+#: Those that go beside ours: they hold blocks, or say which, as long as they read them, and
+#: nothing is left of a load that was not wanted.
+_BESIDE = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
+#: Of the other one's configuration, which the engine has once.
+_OF_THE_ENGINE = ("engine_id", "kv_load_failure_policy")
 
 
 def vllm_config(
@@ -73,11 +72,14 @@ def transfer_config(
     }
     if beside is None:
         return KVTransferConfig(engine_id=engine_config.engine_id, **ours)
-    children = [ours, {name: value for name, value in asdict(beside).items() if name in _CHILD}]
+    other = {name: each for name, each in asdict(beside).items() if name not in _OF_THE_ENGINE}
     multi = {
         "kv_connector": _MULTI,
         "kv_connector_module_path": "dynamo_lite.vllm.engine.multi_connector",
-        "kv_connector_extra_config": {**ours["kv_connector_extra_config"], "connectors": children},
+        "kv_connector_extra_config": {
+            **ours["kv_connector_extra_config"],
+            "connectors": [ours, other],
+        },
     }
     return KVTransferConfig(engine_id=engine_config.engine_id, **(ours | multi))
 
@@ -97,28 +99,23 @@ def _beside(args: AsyncEngineArgs) -> KVTransferConfig | None:
     if size is not None and given is not None:
         raise StartupError("kv-offloading-size and kv-transfer-config: set one of them")
     args.kv_offloading_size = None  # vLLM would replace our connector
-    made = given if size is None else _offloading(args.kv_offloading_backend, size)
-    if made is None:
-        return None
-    if made.kv_role != "kv_both":
-        raise StartupError(
-            f"kv-transfer-config: kv_role: {made.kv_role} does not go with remote prefill: a"
-            " connector beside dynamo-lite's must save and load KV (kv_both)"
+    if size is not None:
+        # As vLLM resolves it.
+        if args.kv_offloading_backend != "native":
+            raise StartupError(
+                f"kv-offloading-backend: {args.kv_offloading_backend} does not go with remote"
+                f" prefill: remove it, or {WITHOUT}"
+            )
+        simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+        return KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector" if simple else "OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": size * (1 << 30)},
         )
-    try:
-        KVConnectorFactory.get_connector_class(made)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise StartupError(f"KV connector {made.kv_connector} cannot be loaded: {exc}") from exc
-    return made
-
-
-def _offloading(backend: str, size_gib: float) -> KVTransferConfig:
-    """What vLLM makes of kv-offloading-size."""
-    if backend == "lmcache":
-        return KVTransferConfig(kv_connector="LMCacheMPConnector", kv_role="kv_both")
-    name = "SimpleCPUOffloadConnector" if envs.VLLM_USE_SIMPLE_KV_OFFLOAD else "OffloadingConnector"
-    return KVTransferConfig(
-        kv_connector=name,
-        kv_role="kv_both",
-        kv_connector_extra_config={"cpu_bytes_to_use": size_gib * (1 << 30)},
-    )
+    if given is not None and (given.kv_connector not in _BESIDE or given.kv_role != "kv_both"):
+        raise StartupError(
+            f"kv-transfer-config: {given.kv_connector} with kv_role: {given.kv_role} does not go"
+            f" with remote prefill: kv_connector must be one of {', '.join(_BESIDE)}, kv_role"
+            f" kv_both; or {WITHOUT}"
+        )
+    return given

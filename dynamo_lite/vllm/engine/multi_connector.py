@@ -51,7 +51,8 @@ class MultiConnector(multi_connector.MultiConnector):
         offloaded, waits = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
         if offloaded is None:
             return None, False
-        offloaded = max(offloaded, 0) if self._ours.may_load_beside(request) else 0
+        if offloaded < 0 or not self._ours.may_load_beside(request, waits=waits):
+            offloaded = 0
         tokens, ours_waits = self._ours.matched_beside(request, num_computed_tokens, offloaded)
         self._requests_to_connector.pop(request.request_id, None)
         if tokens is None:
@@ -82,7 +83,7 @@ class MultiConnector(multi_connector.MultiConnector):
         self, scheduler_output: Any
     ) -> multi_connector.MultiKVConnectorMetadata:
         other = self._other.build_connector_meta(scheduler_output)
-        # Ends in the step, before its reads, but perhaps after a prefill worker's first write.
+        # Ends in the step, before its prefix reads, but perhaps after a prefill worker's write.
         in_use = isinstance(other, OffloadingConnectorMetadata) and bool(other.jobs_to_flush)
         loading, self._loading = self._loading, {}
         saves, self._extra_async_saves = self._extra_async_saves, {}

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 _ONE_GROUP = "set disable-hybrid-kv-cache-manager: true for both workers"
-_WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
+WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
 
 
 def check_config(config: VllmConfig) -> None:
@@ -42,7 +42,7 @@ def check_config(config: VllmConfig) -> None:
     _check_writes(config)
     _check_drafts(config)
     if reason := _unsupported_model(config.model_config):
-        raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
+        raise StartupError(f"{config.model_config.model}: {reason}; {WITHOUT}")
 
 
 def check_kv(kv_config: KVCacheConfig, config: VllmConfig) -> None:
@@ -50,18 +50,18 @@ def check_kv(kv_config: KVCacheConfig, config: VllmConfig) -> None:
     the engine's size."""
     groups = kv_config.kv_cache_groups
     if len(kv_config.transfer_group_ids) != len(groups) or not groups:
-        raise StartupError(f"the model has KV that vLLM does not transfer, or none; {_WITHOUT}")
+        raise StartupError(f"the model has KV that vLLM does not transfer, or none; {WITHOUT}")
     specs = specs_of(kv_config)
     # Layers with a state need groups.
     one = len(groups) > 1 and not any(isinstance(spec, MambaSpec) for _, spec in specs.values())
-    instead = f"{_ONE_GROUP}, or {_WITHOUT}" if one else _WITHOUT
+    instead = f"{_ONE_GROUP}, or {WITHOUT}" if one else WITHOUT
     for layer, (_, spec) in specs.items():
         if reason := _unsupported_layer(spec, config.cache_config.block_size):
             raise StartupError(f"layer {layer}: {reason}; {instead}")
         if isinstance(spec, MambaSpec) and config.speculative_config is not None:
             raise StartupError(
                 f"speculative-config does not go with remote prefill for this model: layer {layer}"
-                f" keeps a state, and drafts keep one for each of their tokens; {_WITHOUT}"
+                f" keeps a state, and drafts keep one for each of their tokens; {WITHOUT}"
             )
 
 

@@ -51,28 +51,28 @@ def test_offloading_is_beside_the_connector(model: Path):
 
 
 def test_a_connector_of_the_user_is_beside_ours(model: Path):
-    given = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "engine_id": "x"}
+    given = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "engine_id": "x"}
     config = made(model, LINK, f"--kv-transfer-config={json.dumps(given)}")
     transfer = config.kv_transfer_config
     _, other = transfer.kv_connector_extra_config["connectors"]
     assert "engine_id" not in other and transfer.engine_id == LINK.engine_id
-    assert config.scheduler_config.disable_hybrid_kv_cache_manager, "it knows one KV group only"
-    counts = {"DynamoLiteConnector": {"ended": 1}, "ExampleConnector": {"hits": 2}}
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    counts = {"DynamoLiteConnector": {"ended": 1}, "SimpleCPUOffloadConnector": {"hits": 2}}
     assert own_counts(config, counts) == {"ended": 1}
-    assert own_counts(config, {"ExampleConnector": {"hits": 2}}) == {}
+    assert own_counts(config, {"SimpleCPUOffloadConnector": {"hits": 2}}) == {}
     assert own_counts(made(model, LINK), {"ended": 1}) == {"ended": 1}
     alone = made(model, None, f"--kv-transfer-config={json.dumps(given)}")
-    assert alone.kv_transfer_config.kv_connector == "ExampleConnector"
+    assert alone.kv_transfer_config.kv_connector == "SimpleCPUOffloadConnector"
     assert own_counts(alone, {"hits": 2}) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "role", "flags", "says"),
     [
-        ("ExampleConnector", "kv_producer", (), "kv_role: kv_producer"),
-        ("ExampleConnector", "kv_both", ("--kv-offloading-size=1",), "set one of them"),
-        ("Exampel", "kv_both", (), "Exampel cannot be loaded: Unsupported connector type"),
-        ("", "", ("--kv-offloading-size=1", "--kv-offloading-backend=lmcache"), "LMCacheMPConn"),
+        ("OffloadingConnector", "kv_producer", (), "with kv_role: kv_producer does not go"),
+        ("OffloadingConnector", "kv_both", ("--kv-offloading-size=1",), "set one of them"),
+        ("MultiConnector", "kv_both", (), "must be one of OffloadingConnector, "),
+        ("", "", ("--kv-offloading-size=1", "--kv-offloading-backend=lmcache"), "lmcache does not"),
     ],
 )
 def test_connectors_that_do_not_go_beside_ours_are_refused(

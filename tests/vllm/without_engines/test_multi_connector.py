@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 from dynamo_lite.vllm.engine.connector_types import StepMetadata, step_of
 from dynamo_lite.vllm.engine.multi_connector import MultiConnector
 from dynamo_lite.vllm.engine.steps import filling_blocks
@@ -23,8 +25,8 @@ class Ours:
         self.tokens, self.may_load, self.asked, self.steps = tokens, may_load, [], []
         self.allocated: list[int] = []
 
-    def may_load_beside(self, _request: Any) -> bool:
-        return self.may_load
+    def may_load_beside(self, _request: Any, *, waits: bool) -> bool:
+        return self.may_load or not waits
 
     def matched_beside(self, _request: Any, computed: int, offloaded: int):
         self.asked.append((computed, offloaded))
@@ -94,6 +96,15 @@ def test_a_prefill_that_was_preempted_loads_nothing():
     first, second = Ours(may_load=False), Other(64)
     assert both(first, second).get_num_new_matched_tokens(REQUEST, 0) == (0, False)
     assert first.asked == [(0, 0)]
+
+
+def test_a_prefill_loads_only_what_it_waits_for():
+    """It writes in the step of a load at once, before vLLM knows whether the load has failed."""
+    connector = DynamoLiteConnector.__new__(DynamoLiteConnector)
+    connector._scheduler = prefill = PrefillScheduler.__new__(PrefillScheduler)
+    prefill.may_load = lambda _request: True
+    assert connector.may_load_beside(REQUEST, waits=True)
+    assert not connector.may_load_beside(REQUEST, waits=False)
 
 
 def test_blocks_that_a_prefill_worker_fills_are_not_saved_any_more():
