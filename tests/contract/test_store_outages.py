@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -309,6 +309,33 @@ async def test_a_compaction_after_a_wipe_hides_no_wipe(etcd_server: PrivateServe
         await client.compact((await client.get(b"m/7")).mod_revision, physical=True)
         assert await lease.verify() is None
         await put_when_back(store, "n/own", b"2", lease=lease)
+
+
+async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
+    etcd_server: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the store that was wiped had shown does not count in the new one."""
+    grant = EtcdClient.lease
+
+    async def without_answer(*args: Any) -> None:
+        await grant(*args)
+        raise TimeoutError
+
+    async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await write_as_others(etcd_server.url, 20)
+        assert await lease.verify() is None  # sees the revision of the last one
+        await wipe(etcd_server, others_write=0)
+        await when_back(lambda: store.get("n/own"))
+        with monkeypatch.context() as patch:
+            patch.setattr(EtcdClient, "lease", without_answer)
+            assert await lease.verify() is None
+        await store.put("n/own", b"2", lease=lease)
+        await write_as_others(etcd_server.url, 5)
+        client = store._client
+        await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
+        assert await store.revoke(lease.id)
+        assert await lease.verify() is LeaseLoss.REVOKED
 
 
 @pytest.mark.parametrize("ahead", [0, 20])

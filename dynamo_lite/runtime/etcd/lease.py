@@ -199,10 +199,10 @@ class EtcdLease:
     async def _grant(self, ttl_s: float) -> None:
         client, asked_at = self._client, self._boottime()
         assert client is not None
+        self._mark, self._seen = None, 0  # now: the answer may not arrive
         granted = await client.call(lambda: client.lease(math.ceil(ttl_s), self.id))
-        self.id, self.ttl_s, self._seen = granted.id, min(ttl_s, granted.ttl), 0
+        self.id, self.ttl_s = granted.id, min(ttl_s, granted.ttl)
         self.deadline = max(self.deadline, asked_at + self.ttl_s)
-        self._mark = None
 
     async def _on_unknown(self) -> bool:
         """etcd does not know the lease: it was revoked, or etcd was wiped."""
