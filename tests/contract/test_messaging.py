@@ -346,7 +346,7 @@ class FakeNats:
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[NatsMessaging]:
-        server = await asyncio.start_server(self.serve, "127.0.0.1", 0, limit=16 << 20)
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
             async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
@@ -396,22 +396,23 @@ async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_t
         await wait_for_connection(messaging, True, 20)
 
 
-async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server() -> None:
+async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The UNSUB does not overtake the SUB, which waits until the server reads on."""
-    server = FakeNats()
+    server, reads_on = FakeNats(), asyncio.Event()
     async with server.client() as messaging:
         client: Any = messaging.client
-        transport: Any = server.connections[0].transport
-        transport.pause_reading()
-        for _ in range(4):
-            await messaging.publish("s", bytes(7 << 20))
+        monkeypatch.setattr(client._transport, "drain", reads_on.wait)
+        await messaging.publish("s", b"x")
         await asyncio.sleep(0)  # the flusher begins, and waits until there is room
         serving = asyncio.create_task(messaging.serve("s", echo).__aenter__())
         await eventually(lambda: any(part.startswith(b"SUB") for part in client._pending))
         serving.cancel()
         await asyncio.wait([serving])
-        transport.resume_reading()
+        reads_on.set()
         await eventually(lambda: {b"SUB", b"UNSUB"} <= set(server.commands))
+        assert len(server.connections) == 1
         assert server.commands.index(b"SUB") < server.commands.index(b"UNSUB")
 
 

@@ -204,7 +204,7 @@ async def test_another_path_of_a_name_is_taken_over(graph: Graph):
         ("{folder}/../other", {}, "is not below"),
         ("{folder}/link", {}, "is not below"),
         ("{folder}/a/../a", {}, "is not below"),
-        ("{folder}/a\0", {}, "embedded null byte"),
+        ("{folder}/a\0", {}, "embedded null"),
         ("{folder}/" + 300 * "a", {}, "File name too long"),
         ("{folder}/nothing", {}, "has no file adapter_config.json"),
         ("{folder}/a", {"load_inplace": True}, "load_inplace"),
