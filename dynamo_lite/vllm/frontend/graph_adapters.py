@@ -95,8 +95,7 @@ class GraphAdapters:
             raise http_error(exc) from exc
         if not created:
             raise VLLMValidationError(f"a LoRA adapter {adapter.name!r} has already been loaded")
-        async with self._changing:
-            await self._enter(key, value)
+        await self._reread(key)
         return f"Success: LoRA adapter '{adapter.name}' added successfully."
 
     async def unload(self, request: UnloadLoRAAdapterRequest) -> str:
@@ -109,8 +108,7 @@ class GraphAdapters:
             raise http_error(exc) from exc
         if not there and key not in self._entered:
             raise VLLMValidationError(f"no client has loaded a LoRA adapter {name!r}")
-        async with self._changing:
-            await self._leave(key)
+        await self._reread(key)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _asked(self, request: LoadLoRAAdapterRequest) -> Adapter:
@@ -173,6 +171,16 @@ class GraphAdapters:
                 await self._enter(key, value)
             case Delete(key):
                 await self._leave(key)
+
+    async def _reread(self, key: str) -> None:
+        """Brings the list of models up to a record, which another Frontend may have changed since.
+        Raises VLLMError when the store is away: the list follows when it is back."""
+        async with self._changing:
+            try:
+                value = await self._store.get(key)
+            except DynamoLiteError as exc:
+                raise http_error(exc) from exc
+            await (self._leave(key) if value is None else self._enter(key, value))
 
     async def _enter(self, key: str, value: bytes) -> None:
         try:

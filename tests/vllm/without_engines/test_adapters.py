@@ -267,6 +267,40 @@ async def test_two_frontends_that_load_the_same_adapter_both_serve_it(graph: Gra
     await eventually(lambda: "a" in first.lora_requests and "a" in second.lora_requests)
 
 
+async def test_what_another_frontend_did_last_counts(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+):
+    """The first one's own change comes after it has heard of the other one's."""
+    path = write(graph.folder / "a")
+    (one, first), (two, second) = await graph.frontend(), await graph.frontend()
+    create, delete = graph.store.create, graph.store.delete
+    unloads = UnloadLoRAAdapterRequest(lora_name="a")
+
+    async def unloaded_at_once(key: str, value: bytes) -> bool:
+        created = await create(key, value)
+        await eventually(lambda: "a" in first.lora_requests and "a" in second.lora_requests)
+        await two.unload(unloads)
+        await eventually(lambda: not first.lora_requests)
+        return created
+
+    async def loaded_again(key: str) -> bool:
+        there = await delete(key)
+        await eventually(lambda: not first.lora_requests and not second.lora_requests)
+        await two.load(asked("a", path))
+        await eventually(lambda: "a" in first.lora_requests)
+        return there
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.store, "create", unloaded_at_once)
+        await one.load(asked("a", path))
+    assert not first.lora_requests and not second.lora_requests
+    await one.load(asked("a", path))
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.store, "delete", loaded_again)
+        await one.unload(unloads)
+    assert "a" in first.lora_requests and "a" in second.lora_requests
+
+
 async def test_a_record_neither_replaces_nor_removes_an_adapter_of_the_configuration(graph: Graph):
     adapters, models = await graph.frontend()
     await models.load_lora_adapter(asked("a", "/static/a"))
