@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 #: Timeout of the TCP connection to a worker and of its Welcome.
 _CONNECT_TIMEOUT_S = 2.0
-#: A prompt's media may be sent as slowly as this.
-_SLOWEST_BYTES_S = 4e6
 
 
 class RemoteGenerateClient:
@@ -32,7 +30,8 @@ class RemoteGenerateClient:
     client_id: at most 100 characters, unique among the worker's clients. Each connection gets
         an id of its own, derived from this one.
     on_deltas, on_lost: see `base.py`.
-    request_timeout_s: timeout of a worker's reply to a request, beside the load of an adapter.
+    request_timeout_s: timeout of a worker's reply to a request, beside the load of an adapter, and
+        the time for media on their way.
     certificates: of this process, for workers with TLS. component: the workers', which their
         certificates must name.
     """
@@ -85,7 +84,6 @@ class RemoteGenerateClient:
         if any(connection.runs(request.request_id) for connection in self._connections.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         timeout_s = self._request_timeout_s
-        timeout_s += len(request.inputs or b"") / _SLOWEST_BYTES_S
         if request.adapter is not None:
             timeout_s += ADAPTER_LOAD_S
         await connection.submit(request, timeout_s)

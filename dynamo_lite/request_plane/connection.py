@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 #: A worker that is not registered any more and sends nothing for this long is disconnected: one
 #: that is frozen gives its requests no end.
 RETIRED_SILENCE_S = 60.0
+#: Prompts' media may be sent as slowly as this.
+_SLOWEST_BYTES_S = 4e6
 
 
 class Connection(FrameConnection):
@@ -79,6 +81,8 @@ class Connection(FrameConnection):
         #: Held while a request waits for room in the write buffer: one request is queued at a
         #: time, in the order of their submits.
         self._sending = asyncio.Lock()
+        #: Bytes of the media of requests that wait for room.
+        self._waiting_bytes = 0
         #: Set while the worker is not registered.
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
@@ -157,17 +161,18 @@ class Connection(FrameConnection):
         return why
 
     async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
-        """As `RemoteGenerateClient.submit`. timeout_s: with the wait for room in the buffer."""
-        request_id = request.request_id
-        data = self._frame_of(request)
+        """As `RemoteGenerateClient.submit`. timeout_s: with the wait for room in the buffer, and
+        without the time for media that are sent before this request or with it."""
+        request_id, media = request.request_id, len(request.inputs or b"")
         if self.closed.done():
             raise self._broken()
         loop = asyncio.get_running_loop()
+        timeout_s += (self._unsent() + self._waiting_bytes + media) / _SLOWEST_BYTES_S
         deadline = loop.time() + timeout_s
         replied = self._pending[request_id] = loop.create_future()
         self._wanted.add(request_id)
         try:
-            await self._send(request_id, data, deadline)
+            await self._send(request, deadline)
             await asyncio.wait({replied}, timeout=max(deadline - loop.time(), 0.0))
         except BaseException:
             self.cancel([request_id])
@@ -191,16 +196,21 @@ class Connection(FrameConnection):
             )
         return frame(payload, MAX_SUBMIT_BYTES)
 
-    async def _send(self, request_id: str, data: bytes, deadline: float) -> None:
-        """Queues the frame as soon as the worker reads; not after `deadline`, and not if the
-        request has been cancelled meanwhile."""
+    async def _send(self, request: GenerateRequest, deadline: float) -> None:
+        """Queues the request's frame as soon as the worker reads; not after `deadline`, and not if
+        the request has been cancelled meanwhile. Raises Refused, as `_frame_of`."""
+        media = len(request.inputs or b"")
+        self._waiting_bytes += media
         try:
             async with asyncio.timeout_at(deadline), self._sending:
                 await self.wait_writable()
-                if request_id in self._wanted:
-                    self.send(data)
+                if request.request_id in self._wanted:
+                    # Made now: a request that waits holds its media once.
+                    self.send(self._frame_of(request))
         except TimeoutError:
             pass
+        finally:
+            self._waiting_bytes -= media
 
     def _broken(self) -> Unavailable:
         return Unavailable(f"the worker's stream broke: {self.closed.result()}")

@@ -69,11 +69,10 @@ def most_embeds(config: VllmConfig) -> dict[str, int]:
         return {}
     budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
     embedded = config.model_config.get_multimodal_config().enable_mm_embeds
-    return {
-        modality: budget.encoder_cache_size
-        for modality, most in budget.mm_limits.items()
-        if most != 0 or embedded
-    }
+    taken = [modality for modality, most in budget.mm_limits.items() if most != 0 or embedded]
+    if config.model_config.enable_prompt_embeds:  # beside media they are features
+        taken.append("prompt_embeds")
+    return dict.fromkeys(taken, budget.encoder_cache_size)
 
 
 def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
@@ -101,7 +100,8 @@ def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
 def inputs_from_bytes(
     data: bytes, tokens: int, model: ModelConfig, limits: Mapping[str, int]
 ) -> Inputs:
-    """Raises Refused for what this model's engine cannot take.
+    """Raises Refused for what this model's engine cannot take. A worker with other arguments may
+    take it.
 
     tokens: of the prompt. limits: see `most_embeds`.
     """
@@ -111,6 +111,9 @@ def inputs_from_bytes(
     except Exception as exc:  # vLLM's decoder raises whatever it meets
         raise Refused(f"malformed media of a prompt: {exc}", elsewhere=False) from exc
     if inputs.embeddings is not None:
+        if not model.enable_prompt_embeds:
+            why = "prompt embeddings: this worker's engine takes none (enable-prompt-embeds)"
+            raise Refused(why, elsewhere=True)
         problem = _wrong_embeddings(inputs, inputs.embeddings, tokens, model)
     elif not model.supports_multimodal_inputs:
         problem = "this model takes text only"
@@ -135,8 +138,6 @@ def text_of(prompt: Sequence[int], inputs: Inputs) -> list[int]:
 def _wrong_embeddings(
     inputs: Inputs, embeddings: torch.Tensor, tokens: int, model: ModelConfig
 ) -> str:
-    if not model.enable_prompt_embeds:
-        return "prompt embeddings: this worker's engine takes none (enable-prompt-embeds)"
     wanted = (tokens, model.get_inputs_embeds_size())
     if tuple(embeddings.shape) != wanted or not embeddings.is_floating_point():
         return (
@@ -152,6 +153,7 @@ def _wrong_embeddings(
 def _wrong_features(
     features: Sequence[MultiModalFeatureSpec], tokens: int, limits: Mapping[str, int]
 ) -> str:
+    """Raises Refused for more than this worker's arguments allow."""
     if not features:
         return "neither features nor embeddings"
     start = 0
@@ -167,9 +169,10 @@ def _wrong_features(
             return f"{feature.modality} at {place.offset} without data"
         most = limits.get(feature.modality, 0)
         if (embeds := place.get_num_embeds()) > most:
-            return (
+            why = (
                 f"{feature.modality} of {embeds} embeddings; this worker's engine takes at most"
                 f" {most}: give Frontend and workers the same multimodal arguments"
             )
+            raise Refused(why, elsewhere=True)
         start = place.offset  # media of two kinds may share one place
     return ""

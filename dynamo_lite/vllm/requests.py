@@ -159,10 +159,12 @@ def generation(
         sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: params}
     return EngineCoreRequest(
         request_id=request.request_id,
-        prompt_token_ids=None if embedded and inputs.token_positions is None else prompt,
+        prompt_token_ids=prompt,
         mm_features=inputs.features,
         prompt_embeds=inputs.embeddings,
-        prompt_is_token_ids=inputs.token_positions,
+        # Where vLLM looks for a token in place of an embedding, it finds that of another request,
+        # or fails: so it gets the zeros that the message has.
+        prompt_is_token_ids=inputs.token_positions or ([False] * len(prompt) if embedded else None),
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=request.arrival_time,

@@ -465,6 +465,25 @@ async def test_a_worker_that_does_not_read_gets_no_second_large_request():
         assert outputs.lost == [] and outputs.batches == []
 
 
+async def test_media_on_their_way_do_not_count_as_silence():
+    """Of a request itself, and of those before it."""
+    worker, outputs = RawWorker(Welcome()), Outputs()
+    media = [generate_request(f"m{number}", inputs=b"x" * (6 << 20)) for number in range(2)]
+    async with worker.listening() as address, client_of(outputs, request_timeout_s=0.05) as client:
+        member = endpoint_record(stream=address)
+        asking = [
+            asyncio.create_task(client.submit(member, request))
+            for request in [*media, generate_request("text")]
+        ]
+        await asyncio.wait(asking, timeout=0.5)
+        assert not any(task.done() for task in asking)
+        worker.reads.set()
+        await eventually(lambda: sum(isinstance(message, Submit) for message in worker.got) == 3)
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+
+
 async def raises(error: type[Exception], submit: Any, address: str, request_id: str) -> None:
     large = generate_request(request_id, cache_salt="x" * (4 << 20))
     with pytest.raises(error):

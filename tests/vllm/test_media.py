@@ -99,6 +99,12 @@ def test_images_are_computed_here_and_long_text_is_not(served: Served):
     assert since() == {"remote/long": 1}
 
 
+def test_an_image_and_embeddings_in_one_chat(served: Served):
+    part = {"type": "prompt_embeds", "data": embeddings(12, 7)}
+    prompt = chat(image(1), part, text(9, 1))
+    assert_same(ask(served.graph.url, "chat", prompt), ask(served.plain.url, "chat", prompt))
+
+
 @pytest.mark.parametrize("what", ["image", "embeddings"])
 async def test_a_killed_decode_worker_costs_no_answer(served: Served, what: str):
     long = {**GREEDY, "max_tokens": 300, "ignore_eos": True}

@@ -82,7 +82,8 @@ class SingleFlight:
             return False
         if self.leader_of(prefill.request_id) is not None:
             return True
-        wait.served = cached >= wait.prefix_tokens
+        # For some drafts vLLM computes the last block of a cached prefix again.
+        wait.served = cached + self._block_size >= wait.prefix_tokens
         self._end_wait(wait, "hit" if wait.served else "miss")
         return False
 

@@ -61,7 +61,7 @@ class Adapters:
                 del self._loads[key]
             raise loaded
         # vLLM loads an adapter again that it has put aside, in a step.
-        if await asyncio.to_thread(_look, adapter.path) != loaded.files:
+        if await asyncio.to_thread(_look, loaded.request.lora_path) != loaded.files:
             raise _refused(adapter, "its files have changed: load them from another path")
         if adapter.digest not in ("", loaded.adapter.digest):
             raise _refused(adapter, "its files differ from those of the decode worker")
@@ -71,11 +71,14 @@ class Adapters:
         await self._tasks.end()
 
     async def _try(self, adapter: Adapter) -> _Loaded | Refused:
-        request = LoRARequest(adapter.name, next(self._numbers), adapter.path)
+        number = next(self._numbers)
         try:
             async with asyncio.timeout(ADAPTER_LOAD_S):
-                files = await asyncio.to_thread(_look, adapter.path)
-                made = await asyncio.to_thread(_digest, adapter.path)
+                # Asked once: the hub may have other files of that name later.
+                path = await asyncio.to_thread(get_adapter_absolute_path, adapter.path)
+                request = LoRARequest(adapter.name, number, path)
+                files = await asyncio.to_thread(_look, path)
+                made = await asyncio.to_thread(_digest, path)
                 await self._add(request)
         except EngineDeadError:
             return Refused("the engine's process has ended", elsewhere=True)
@@ -90,13 +93,13 @@ class Adapters:
 
 
 def _files(path: str) -> list[Path]:
-    folder = Path(get_adapter_absolute_path(path))
+    folder = Path(path)
     weights = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
     return [folder / _CONFIG, *weights]
 
 
 def _digest(path: str) -> str:
-    """Raises OSError without its configuration, and what the hub raises for an unknown name."""
+    """Raises OSError without its configuration."""
     return digest(_files(path))
 
 

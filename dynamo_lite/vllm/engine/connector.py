@@ -9,7 +9,6 @@ import atexit
 import gc
 import logging
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,10 +246,9 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             request, computed, transferable=_is_transferable(request), offloaded=offloaded
         )
 
-    def may_load_beside(self, request: Any, *, waits: bool) -> bool:
-        """Whether another connector may load KV of the request now. waits: whether the request
-        waits for it. Otherwise a load that fails is known after the KV was sent."""
-        return self._prefill is None or (waits and self._prefill.may_load(request))
+    def may_load_beside(self, request: Any) -> bool:
+        """Whether another connector may load KV of the request now."""
+        return self._prefill is None or self._prefill.may_load(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups, cached or not: vLLM must not zero blocks that a writer fills."""
@@ -282,17 +280,17 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self.step_beside(scheduler_output, {}, in_use=False)
+        return self.step_beside(scheduler_output, in_use=False)
 
-    def step_beside(
-        self, scheduler_output: Any, loading: Mapping[str, int], *, in_use: bool
-    ) -> StepMetadata:
-        """`build_connector_meta` beside another connector. loading: see `filling_blocks`. in_use:
-        see `DecodeScheduler.build_step`."""
+    def step_beside(self, scheduler_output: Any, *, in_use: bool) -> StepMetadata:
+        """`build_connector_meta` beside another connector. in_use: see
+        `DecodeScheduler.build_step`."""
         if self._decode is not None:
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
-            filling = filling_blocks(scheduler_output, self._manager, size, loading)
+            speculation = self._vllm_config.speculative_config
+            drafts = 0 if speculation is None else speculation.num_speculative_tokens
+            filling = filling_blocks(scheduler_output, self._manager, size, drafts)
             step = self._decode.build_step(filling, in_use=in_use)
             if self._waits and not scheduler_output.num_scheduled_tokens:
                 step.wait_s = arrival_wait_s(self._decode.awaits_kv_s)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.request_ids import RequestIds
@@ -163,6 +163,10 @@ class VllmDecodeEngine(VllmEngine):
         for output in outputs.outputs:
             own = output.request_id
             if (caller := self._ids.running(own)) is None:
+                continue
+            if output.finish_reason is FinishReason.ABORT:
+                # Nobody has asked for it: vLLM ends this rank, because another one has died, and
+                # reports that afterwards. Then the request is lost, and can be migrated.
                 continue
             output.request_id = caller
             left = delta = delta_from_output(output, outputs.timestamp)

@@ -148,16 +148,17 @@ class VllmKvEvents:
         return KvStored(hashes=chain) if chain else None
 
     def _stored(self, event: BlockStored) -> list[ChainHash]:
-        """Enters consecutive blocks, and returns their hashes. Drops an event whose parent is not
-        known, or whose tokens and blocks do not fit."""
+        """Enters consecutive blocks, and returns their hashes; none behind a block that has none.
+        Drops an event whose tokens and blocks do not fit."""
         salt, count = _plain_blocks(event)
         if not count:
             return []
         parent, chain = root_hash(salt, event.lora_name), list[ChainHash]()
         if (name := event.parent_block_hash) is not None:
-            parent = self._held.get(name, (None, 0))[0]
-        fits = len(event.token_ids) == len(event.block_hashes) * event.block_size
-        if parent is not None and fits:
+            if name not in self._held:
+                return []
+            parent, _ = self._held[name]
+        if len(event.token_ids) == len(event.block_hashes) * event.block_size:
             with contextlib.suppress(ValueError):
                 chain = extend(parent, event.token_ids, event.block_size)[:count]
         if not chain:

@@ -41,9 +41,15 @@ def groups_print(config: KVCacheConfig) -> str:
 
 
 def _kinds(config: KVCacheConfig) -> list[KVCacheSpec]:
-    """One specification of each group; those of a group differ in sizes only."""
-    specs = specs_of(config)
-    return [specs[group.layer_names[0]][1] for group in config.kv_cache_groups]
+    """One specification of each group; those of a group differ in sizes only. A stage of a pipeline
+    may have none of its layers."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return [
+        next(iter(spec.kv_cache_specs.values()))
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else spec
+        for spec in specs
+    ]
 
 
 def _described(spec: KVCacheSpec) -> list[str]:

@@ -1,7 +1,7 @@
 """Another KV connector of vLLM beside ours: one that offloads KV, or a store of it.
 
 The other one is asked first, once at each look at a prompt, and what it has counts as cached in the
-decision. A prompt loads from one of both. Both save.
+decision. A prompt loads from one of both, and waits for that. Both save.
 """
 
 from collections.abc import Iterable
@@ -30,8 +30,6 @@ class MultiConnector(multi_connector.MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._ours = cast("DynamoLiteConnector", self._connectors[_OURS])
         self._other = self._connectors[_OTHER]
-        #: Tokens that the other connector loads, by request, in the step that is being scheduled.
-        self._loading: dict[str, int] = {}
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -48,10 +46,10 @@ class MultiConnector(multi_connector.MultiConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offloaded, waits = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
+        offloaded, _ = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
         if offloaded is None:
             return None, False
-        if offloaded < 0 or not self._ours.may_load_beside(request, waits=waits):
+        if not self._ours.may_load_beside(request):
             offloaded = 0
         tokens, ours_waits = self._ours.matched_beside(request, num_computed_tokens, offloaded)
         self._requests_to_connector.pop(request.request_id, None)
@@ -62,16 +60,19 @@ class MultiConnector(multi_connector.MultiConnector):
             return tokens, ours_waits
         if offloaded:
             self._requests_to_connector[request.request_id] = _OTHER
-        return offloaded, waits and offloaded > 0
+        return offloaded, offloaded > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if not num_external_tokens:
-            return
-        if self._requests_to_connector.get(request.request_id) == _OTHER:
-            self._loading[request.request_id] = num_external_tokens
-        else:
-            self._end_reads(block.block_id for group in blocks.blocks for block in group)
+        ours = self._requests_to_connector.get(request.request_id) != _OTHER
+        if num_external_tokens and ours:
+            self._end_reads(
+                # The cached ones are not written.
+                block.block_id
+                for group in blocks.blocks
+                for block in group
+                if block.block_hash is None and not block.is_null
+            )
 
     def _end_reads(self, blocks: Iterable[int]) -> None:
         """vLLM's offloading saves blocks also after their request has freed them, and ends that
@@ -85,9 +86,5 @@ class MultiConnector(multi_connector.MultiConnector):
         other = self._other.build_connector_meta(scheduler_output)
         # Ends in the step, before its prefix reads, but perhaps after a prefill worker's write.
         in_use = isinstance(other, OffloadingConnectorMetadata) and bool(other.jobs_to_flush)
-        loading, self._loading = self._loading, {}
-        saves, self._extra_async_saves = self._extra_async_saves, {}
-        return multi_connector.MultiKVConnectorMetadata(
-            metadata=(self._ours.step_beside(scheduler_output, loading, in_use=in_use), other),
-            extra_async_saves=saves or None,
-        )
+        ours = self._ours.step_beside(scheduler_output, in_use=in_use)
+        return multi_connector.MultiKVConnectorMetadata(metadata=(ours, other))

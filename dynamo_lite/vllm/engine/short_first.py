@@ -73,6 +73,8 @@ class _ShortFirstMixin(Scheduler):
 
     def _held(self) -> list[Request]:
         """The running long prompts, if there are short ones to compute."""
+        if self.lora_config is not None and self._adapters() > self.lora_config.max_loras:
+            return []  # vLLM counts the adapters of the requests that it schedules only
         computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
         long = [request for request in computing if not self._passes(request)]
         if not long:
@@ -80,6 +82,11 @@ class _ShortFirstMixin(Scheduler):
         room = len(self.running) < self.max_num_active_reqs
         passing = len(long) < len(computing) or (room and any(map(self._passes, self._ready())))
         return long if passing else []
+
+    def _adapters(self) -> int:
+        """How many there are among the requests that may be scheduled together."""
+        requests = (*self.running, *self.waiting, *self.kv_holding_waiting)
+        return len({each.lora_request.lora_int_id for each in requests if each.lora_request})
 
     def _ready(self) -> Iterator[Request]:
         """Waiting requests that a step can start."""

@@ -1,6 +1,6 @@
 """What a step of vLLM's scheduler completes, and when its kernels have run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def filling_blocks(
-    output: "SchedulerOutput", manager: "KVCacheManager", size: int, loading: Mapping[str, int]
+    output: "SchedulerOutput", manager: "KVCacheManager", size: int, drafts: int
 ) -> list[int]:
     """The blocks that the step completes, also those that draft tokens complete.
 
-    size: tokens per block. loading: for each request the tokens that another connector loads in
-    the step, before it computes the next ones.
+    size: tokens per block. drafts: the most of a step. Those of the step before count as computed
+    while it runs, and may be rejected.
     """
     filled: list[int] = []
     for request_id, computed in _computed(output):
-        start = (computed - loading.get(request_id, 0)) // size
+        start = max(computed - drafts, 0) // size
         end = (computed + output.num_scheduled_tokens[request_id]) // size
         if end > start:
             blocks = manager.get_blocks(request_id).blocks

@@ -60,8 +60,9 @@ class BodyLimits:
     body_s: float = 60.0
 
 
-#: The longest pause after a turn, and the longest turn.
-_MAX_PAUSE_S, _MAX_TURN_S = 5.0, 10.0
+#: The longest pause after a turn, and the longest turn: a prompt's media may be downloaded in it,
+#: from a slow host.
+_MAX_PAUSE_S, _MAX_TURN_S = 5.0, 2.0
 #: Iterations of the event loop in which the app parses a body: middleware may pass it on through
 #: several callbacks.
 _ITERATIONS = 4

@@ -138,6 +138,8 @@ def frontend_config(args: Namespace) -> VllmConfig:
     # vLLM's way for several API servers: what was sent before is sent again, because another worker
     # may get it.
     config.parallel_config._api_process_count = 2
+    # Otherwise vLLM may number images, in each Frontend from 1: workers would take one for another.
+    config.cache_config.enable_prefix_caching = True
     scheduler = config.scheduler_config
     scheduler.stream_interval = engine_args.stream_interval
     scheduler.max_num_queued_reqs = engine_args.max_num_queued_reqs

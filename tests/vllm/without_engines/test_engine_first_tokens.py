@@ -221,6 +221,16 @@ async def test_an_aborted_request_is_forgotten(rig: Rig):
     assert len(rig.engine._first_tokens or ()) == 0
 
 
+async def test_what_the_engine_aborts_by_itself_is_no_end(rig: Rig):
+    """vLLM ends the ranks beside one that has died, and their requests with it. They are lost, as
+    those of the dead rank, when the client reports that."""
+    await rig.submit()
+    aborted = EngineCoreOutput("r#1", [], finish_reason=FinishReason.ABORT)
+    assert await rig.step(aborted) == []
+    await rig.engine.abort(["r"])
+    assert rig.core.aborted == ["r#1"], "it was still known"
+
+
 # The prefill engine
 
 

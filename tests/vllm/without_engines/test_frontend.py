@@ -90,6 +90,13 @@ def test_wrong_flags_and_a_missing_model_are_clear_errors(model: Path, tmp_path:
         frontend_config(parse_args([f"--model={tmp_path}/nowhere"]))
 
 
+@pytest.mark.parametrize("more", [[], ["--no-enable-prefix-caching"]])
+def test_images_are_named_by_their_content(model: Path, more: list[str]):
+    """vLLM would number them, in each Frontend from 1, without both caches."""
+    config = frontend_config(parse_args([*flags(model), "--mm-processor-cache-gb=0", *more]))
+    assert config.cache_config.enable_prefix_caching
+
+
 # Workers come, go and refuse
 
 

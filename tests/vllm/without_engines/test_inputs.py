@@ -83,9 +83,9 @@ def test_embeddings_arrive_as_they_were_and_are_repeated_from_their_start(mixed:
     message, plan = generate_request(request, None)
     assert isinstance(plan, Replay) and len(message.prompt_token_ids) == 8
     got = generation(message, model())
-    assert got.prompt_token_ids == tokens["prompt_token_ids"] and got.mm_features is None
+    assert got.prompt_token_ids == (PROMPT if mixed else [0] * 8) and got.mm_features is None
     assert got.prompt_embeds is not None and torch.equal(got.prompt_embeds, given)
-    assert got.prompt_is_token_ids == where.get("prompt_is_token_ids")
+    assert got.prompt_is_token_ids == where.get("prompt_is_token_ids", [False] * 8)
     moved = msgspec.structs.replace(message, output_token_ids=[9])
     with pytest.raises(Refused, match="embeddings"):
         generation(moved, model())
@@ -135,10 +135,15 @@ def test_placeholders_may_be_outside_of_the_vocabulary_and_text_may_not():
 
 def test_a_model_gets_what_it_takes():
     image, embedded = sent(mm_features=[feature(0, 2)]), sent(prompt_embeds=torch.ones(8, HIDDEN))
-    with pytest.raises(Refused, match="text only"):
+    with pytest.raises(Refused, match="text only") as refused:
         generation(image, model(media=False), most_embeds={"image": 5})
-    with pytest.raises(Refused, match="enable-prompt-embeds"):
+    assert not refused.value.elsewhere
+    with pytest.raises(Refused, match="enable-prompt-embeds") as refused:
         generation(embedded, model(embeddings=False))
+    assert refused.value.elsewhere, "a worker with the argument may take it"
+    with pytest.raises(Refused, match="at most 1") as refused:
+        generation(image, model(), most_embeds={"image": 1})
+    assert refused.value.elsewhere
 
 
 def test_too_many_bytes_are_the_clients_mistake(monkeypatch: pytest.MonkeyPatch):

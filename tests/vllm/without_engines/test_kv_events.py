@@ -108,6 +108,7 @@ def test_what_depends_on_more_than_that_has_no_name(engine: Engine):
     assert engine(stored(0, 3, extra_keys=image)) == [KvStored(hashes=CHAIN[:1])]
     assert engine(stored(2, 3)) == []
     assert engine(removed(102, 101)) == []
+    assert engine.drops == []
     assert engine(stored(0, 1, extra_keys=[(("image", 0),)])) == []
 
 
@@ -127,10 +128,8 @@ def test_the_group_that_keeps_all_blocks_is_followed(engine: Engine):
 def test_other_groups_sizes_and_unknown_parents_are_left_out(engine: Engine):
     assert engine(stored(0, 1, group_idx=1), removed(100, group_idx=1)) == []
     assert engine(stored(0, 1, block_size=2, token_ids=TOKENS[:2])) == []
-    assert engine.drops == []
     assert engine(stored(1, 2)) == []
-    assert engine.drops == ["kv_event"], "out of order"
-    assert engine.events.held() == []
+    assert engine.events.held() == [] and engine.drops == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0, [["Odd"]]])])
@@ -145,7 +144,7 @@ def test_a_lost_batch_leaves_only_what_comes_after_it(engine: Engine):
     engine(stored(0, 2))
     engine.number += 1
     assert engine(stored(2, 3), stored(0, 1)) == [KvCleared(), KvStored(hashes=CHAIN[:1])]
-    assert engine.drops == ["kv_event"] * 2
+    assert engine.drops == ["kv_event"]
     assert engine(stored(1, 2)) == [KvStored(hashes=CHAIN[1:2])]
 
 

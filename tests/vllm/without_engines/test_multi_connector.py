@@ -11,8 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 from dynamo_lite.vllm.engine.connector_types import StepMetadata, step_of
 from dynamo_lite.vllm.engine.multi_connector import MultiConnector
 from dynamo_lite.vllm.engine.steps import filling_blocks
@@ -25,8 +23,8 @@ class Ours:
         self.tokens, self.may_load, self.asked, self.steps = tokens, may_load, [], []
         self.allocated: list[int] = []
 
-    def may_load_beside(self, _request: Any, *, waits: bool) -> bool:
-        return self.may_load or not waits
+    def may_load_beside(self, _request: Any) -> bool:
+        return self.may_load
 
     def matched_beside(self, _request: Any, computed: int, offloaded: int):
         self.asked.append((computed, offloaded))
@@ -35,16 +33,16 @@ class Ours:
     def update_state_after_alloc(self, _request: Any, _blocks: Any, tokens: int) -> None:
         self.allocated.append(tokens)
 
-    def step_beside(self, _output: Any, loading: dict[str, int], *, in_use: bool) -> StepMetadata:
-        self.steps.append((loading, in_use))
+    def step_beside(self, _output: Any, *, in_use: bool) -> StepMetadata:
+        self.steps.append(in_use)
         return StepMetadata(DecodeStep())
 
 
 class Other(OffloadingConnector):
     """vLLM's class, without its memory."""
 
-    def __init__(self, tokens: int | None = 0, *, waits: bool = True):
-        self.tokens, self.waits, self.looks = tokens, waits, 0
+    def __init__(self, tokens: int | None = 0):
+        self.tokens, self.looks = tokens, 0
         self.allocated: list[int] = []
         self.metadata = OffloadingConnectorMetadata({}, {}, set())
         blocks = SimpleNamespace(_current_batch_allocated_block_ids=set[int]())
@@ -52,7 +50,7 @@ class Other(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, _request: Any, _computed: int):
         self.looks += 1
-        return self.tokens, self.waits
+        return self.tokens, True
 
     def update_state_after_alloc(self, _request: Any, _blocks: Any, tokens: int) -> None:
         self.allocated.append(tokens)
@@ -65,12 +63,17 @@ def both(ours: Ours, other: Any) -> MultiConnector:
     made = MultiConnector.__new__(MultiConnector)
     made._connectors = [cast("Any", ours), other]
     made._ours, made._other = cast("Any", ours), other
-    made._requests_to_connector, made._extra_async_saves, made._loading = {}, {}, {}
+    made._requests_to_connector = {}
     return made
 
 
-def allocated(*ids: int) -> Any:
-    return SimpleNamespace(blocks=([SimpleNamespace(block_id=block) for block in ids],))
+def allocated(*ids: int, cached: tuple[int, ...] = ()) -> Any:
+    """The null block is 0."""
+    blocks = [
+        SimpleNamespace(block_id=n, block_hash=b"h" if n in cached else None, is_null=n == 0)
+        for n in ids
+    ]
+    return SimpleNamespace(blocks=(blocks,))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +85,13 @@ def allocated(*ids: int) -> Any:
         (200, 0, (200, True)),
         (None, 64, (None, False)),
         (0, None, (None, False)),
-        (0, -32, (0, False)),
     ],
 )
 def test_one_of_both_loads(ours: int | None, theirs: int | None, loads: tuple[int | None, bool]):
     first, second = Ours(ours), Other(theirs)
     assert both(first, second).get_num_new_matched_tokens(REQUEST, 32) == loads
     assert second.looks == 1
-    assert first.asked == ([] if theirs is None else [(32, max(theirs, 0))])
+    assert first.asked == ([] if theirs is None else [(32, theirs)])
 
 
 def test_a_prefill_that_was_preempted_loads_nothing():
@@ -98,48 +100,43 @@ def test_a_prefill_that_was_preempted_loads_nothing():
     assert first.asked == [(0, 0)]
 
 
-def test_a_prefill_loads_only_what_it_waits_for():
-    """It writes in the step of a load at once, before vLLM knows whether the load has failed."""
-    connector = DynamoLiteConnector.__new__(DynamoLiteConnector)
-    connector._scheduler = prefill = PrefillScheduler.__new__(PrefillScheduler)
-    prefill.may_load = lambda _request: True
-    assert connector.may_load_beside(REQUEST, waits=True)
-    assert not connector.may_load_beside(REQUEST, waits=False)
-
-
 def test_blocks_that_a_prefill_worker_fills_are_not_saved_any_more():
     first, second = Ours(200), Other(64)
     multi = both(first, second)
     multi.get_num_new_matched_tokens(REQUEST, 0)
-    multi.update_state_after_alloc(REQUEST, allocated(4, 5), 200)
+    multi.update_state_after_alloc(REQUEST, allocated(3, 0, 4, 5, cached=(3,)), 200)
     assert (first.allocated, second.allocated) == ([200], [0])
     assert second.scheduler._current_batch_allocated_block_ids == {4, 5}
     second.metadata = OffloadingConnectorMetadata({}, {}, {7})
     made = multi.build_connector_meta(None)
-    assert first.steps == [({}, True)], "its job waits for the saves to end"
+    assert first.steps == [True], "its job waits for the saves to end"
     assert isinstance(made, MultiKVConnectorMetadata) and made.metadata[1] is second.metadata
     assert isinstance(step_of(made), DecodeStep)
 
 
-def test_what_the_other_one_loads_is_no_prefix_for_readers_yet():
-    first, second = Ours(0), Other(64, waits=False)
+def test_what_the_other_one_loads_is_saved_as_ever():
+    first, second = Ours(0), Other(64)
     multi = both(first, second)
-    assert multi.get_num_new_matched_tokens(REQUEST, 0) == (64, False)
-    multi.update_state_after_alloc(REQUEST, allocated(0, 1, 2), 64)
+    assert multi.get_num_new_matched_tokens(REQUEST, 0) == (64, True)
+    multi.update_state_after_alloc(REQUEST, allocated(1, 2), 64)
     assert (first.allocated, second.allocated) == ([0], [64])
     assert second.scheduler._current_batch_allocated_block_ids == set()
-    for loading in ({"r1": 64}, {}):
-        multi.build_connector_meta(None)
-        assert first.steps.pop() == (loading, False)
+    multi.build_connector_meta(None)
+    assert first.steps == [False]
+
+
+def test_a_block_is_no_prefix_for_readers_in_the_step_that_completes_it():
+    """Drafts of the step before count as computed, and may be computed again."""
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="r1", num_computed_tokens=64)],
+        scheduled_new_reqs=[SimpleNamespace(req_id="r1", num_computed_tokens=65)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={"r1": 40},
     )
     manager = SimpleNamespace(get_blocks=lambda _name: allocated(0, 1, 2, 3))
     ask = cast("Any", output), cast("Any", manager), 32
-    assert filling_blocks(*ask, {}) == [2]
-    assert filling_blocks(*ask, {"r1": 64}) == [0, 1, 2]
+    assert filling_blocks(*ask, 0) == [2]
+    assert filling_blocks(*ask, 2) == [1, 2]
+    assert filling_blocks(*ask, 99) == [0, 1, 2]
 
 
 def test_the_other_one_s_layout_is_needed():

@@ -13,10 +13,17 @@ from dynamo_lite.vllm.engine.short_first import ShortFirst
 
 
 def request(
-    name: str, tokens: int, *, held_there: int = 0, priority: int = 0, wanted: int = 0
+    name: str,
+    tokens: int,
+    *,
+    held_there: int = 0,
+    priority: int = 0,
+    wanted: int = 0,
+    adapter: int = 0,
 ) -> Any:
-    """wanted: tokens whose KV is wanted, if there are fewer."""
+    """wanted: tokens whose KV is wanted, if there are fewer. adapter: its number; 0 is none."""
     return SimpleNamespace(
+        lora_request=SimpleNamespace(lora_int_id=adapter) if adapter else None,
         request_id=name,
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
@@ -36,6 +43,7 @@ class Engine(ShortFirst):
         self.running, self.waiting = running, deque(waiting)  # type: ignore[assignment]
         self._short_length, self._skipped, self._no_skips = 100, 0, 0
         self.kv_holding_waiting = deque()  # type: ignore[assignment]
+        self.lora_config = SimpleNamespace(max_loras=1)  # type: ignore[assignment]
         self.finished_recving_kv_req_ids = set()
         self.max_num_running_reqs = self.max_num_active_reqs = 8
         self.full = False
@@ -67,6 +75,14 @@ def test_a_short_prompt_passes_a_long_one_that_keeps_its_place():
     engine = Engine([request("long", 1000)], [request("short", 30)])
     assert engine.steps(4) == ["short", "short", "short", "long"]
     assert [r.request_id for r in engine.running] == ["long", "short"]
+
+
+def test_no_more_adapters_run_at_once_than_vllm_allows():
+    """It does not count those of prompts that sit out, and dies when they come back."""
+    engine = Engine([request("long", 1000, adapter=1)], [request("short", 30, adapter=2)])
+    assert engine.steps(4) == ["long"] * 4
+    engine = Engine([request("long", 1000, adapter=1)], [request("short", 30, adapter=1)])
+    assert engine.steps(4) == ["short", "short", "short", "long"]
 
 
 def test_long_prompts_among_themselves_go_on_as_ever():
