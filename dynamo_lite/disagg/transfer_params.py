@@ -6,7 +6,7 @@ vLLM carries them as a plain dict under one key of a request's `extra_args` and 
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -56,12 +56,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     cell: Cell
 
     @classmethod
-    def of(
-        cls,
-        job: RemotePrefillRequest,
-        target: EngineMetadata,
-        cell: Cell,
-    ) -> "PrefillJobParams":
+    def of(cls, job: RemotePrefillRequest, target: EngineMetadata, cell: Cell) -> Self:
         return cls(
             attempt=job.attempt,
             engine_id=job.engine_id,

@@ -118,7 +118,7 @@ class _NoAttemptId(DecodeScheduler):
     """A remote prefill has the caller's request id, also when the request is retried."""
 
     def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
-        self._prompts._new_attempt = lambda: request.request_id.partition("~")[0]
+        self._new_attempt = lambda: request.request_id.partition("~")[0]
         super().state_after_alloc(request, tables, external)
 
 

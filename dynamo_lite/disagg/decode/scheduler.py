@@ -12,21 +12,26 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from msgspec import structs
+
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.prompts import Prompts
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
+from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
+from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.health import EngineStatus
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -54,7 +59,8 @@ class DecodeScheduler:
         overlapping_steps: int = 1,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
-        self._pool, self._now = pool, clock.monotonic
+        self._engine_id, self._block_size, self._pool = config.engine_id, block_size, pool
+        self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
         self.stats = stats = Counters()
         log = DecisionLog(config, self._now)
         self.prefills = prefills = RemotePrefills(stats, log, self._now)
@@ -71,23 +77,15 @@ class DecodeScheduler:
             on_drop=stats.drop,
         )
         self.bridge = open_bridge(net.session)
-        self._flights = flights = SingleFlight(block_size, hash_block_size, prefills, stats)
+        self._flights = SingleFlight(block_size, hash_block_size, prefills, stats)
         self._resumes = Resumes(block_size, stats, lambda: net.workers.usable, cache)
-        self._prompts = Prompts(
-            config.engine_id,
-            block_size,
-            pool,
-            prefills,
-            flights,
-            net,
-            clock=clock,
-            new_attempt=new_attempt,
-            overlapping_steps=overlapping_steps,
-        )
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
-        #: For each step in flight: whether another connector reads blocks in it, and the jobs that
-        #: are published when it has ended.
+        #: The jobs of the step that is being scheduled.
+        self._jobs: list[RemotePrefillRequest] = []
+        #: For each step in flight: the blocks that it fills, whether another connector reads blocks
+        #: in it, and the jobs that are published when it has ended.
+        self._filling = deque[frozenset[int]](maxlen=overlapping_steps)
         self._in_use = deque[bool](maxlen=overlapping_steps)
         self._later = deque(list[RemotePrefillRequest]() for _ in range(overlapping_steps))
         #: For the ledger, since the last step.
@@ -107,7 +105,18 @@ class DecodeScheduler:
         transferable: whether the prompt's KV depends on its tokens and cache salt only.
         offloaded: tokens beyond `cached` that another connector loads if none are returned.
         """
-        return self._prompts.decide(request, cached, transferable, offloaded)
+        prefill = self.prefills.by_request.get(request.request_id)
+        if prefill is not None and prefill.allocated and not prefill.may_retry:
+            return 0, False
+        if prefill is not None and self._flights.waits(prefill, cached):
+            return None, False
+        decided = self._decided(request, cached, transferable, prefill, offloaded)
+        prefill = self.prefills.proposed(request, decided)
+        if self._flights.joins(request, prefill):
+            return None, False
+        if not prefill.is_remote:
+            return 0, False
+        return request.num_prompt_tokens - 1 - cached, True
 
     def leader_of(self, request_id: str) -> str | None:
         """The parked request for whose KV the request waits; None if there is none, so that the
@@ -116,9 +125,17 @@ class DecodeScheduler:
 
     def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
-        begin = self._prompts.start(request, tables, external)
-        if begin is not None:
-            self._events.append(begin)
+        prefill = self.prefills.allocated(request)
+        if prefill is None or not external:
+            return
+        job, until = self._begin(prefill, request, tables, external)
+        self._jobs.append(job)
+        queued_at, wait_s = prefill.times["decide"], prefill.decided.options.max_queue_wait_s
+        self._events.append(
+            lambda ledger: ledger.allocated(
+                request.request_id, job.attempt, until, queued_at=queued_at, max_queue_wait_s=wait_s
+            )
+        )
 
     def build_step(self, filling: Iterable[int] = (), *, in_use: bool = False) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
@@ -127,7 +144,8 @@ class DecodeScheduler:
         self._stepped_at = self._now()
         # Also when blocks are released: what has arrived for them is taken before their reuse.
         self._message.poll = self.prefills.jobs > 0 or self.prefills.unsettled
-        jobs = self._prompts.step(filling)
+        self._filling.append(frozenset(filling))
+        jobs, self._jobs = [self._vouched(job) for job in self._jobs], []
         for job in jobs:
             self._message.expect[job.attempt] = job.request_id
             self._message.blocks[job.attempt] = tuple(job.block_ids)
@@ -158,9 +176,11 @@ class DecodeScheduler:
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""
-        prefill = self.prefills.by_request.get(request_id)
-        self._prompts.finished(request_id)
-        if prefill is not None and prefill.attempt and prefill.outcome is None:
+        prefill = self.prefills.finished(request_id)
+        if prefill is None:
+            return
+        self._flights.finished(prefill)
+        if prefill.attempt and prefill.outcome is None:
             attempt = prefill.attempt
             self._events.append(lambda ledger: ledger.finished(attempt))
 
@@ -173,6 +193,118 @@ class DecodeScheduler:
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
         return bool(self._message.give_up or self._events or self.prefills.unsettled)
+
+    def _decided(
+        self,
+        request: Prompt,
+        cached: int,
+        transferable: bool,
+        known: RemotePrefill | None,
+        offloaded: int,
+    ) -> Decided:
+        """known: the prompt's record so far. If the prompt has had a remote prefill before, the
+        time limit of that one applies. The request's own deadline always applies."""
+        at, options = self._now(), self._net.options
+        timeout_s = options.remote_prefill_timeout_s
+        if known is not None and known.until is not None:
+            timeout_s = known.until - at
+        inputs = DecisionInputs(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=cached,
+            offloaded_tokens=offloaded,
+            queue=self._queue(at),
+            time_left_s=min(timeout_s, time_left_s(request, at)),
+            transferable=transferable and request.prompt_token_ids is not None,
+            leaving=self._net.leaving,
+            prefix_awaited=known is not None and known.wait is not None and known.wait.served,
+        )
+        return Decided(decide(inputs, options), at, inputs, options)
+
+    def _queue(self, now: float) -> QueueSeen | None:
+        """The last reading plus what this engine has asked for since; no less than what it waits
+        for."""
+        view, workers = self._net.queue_watch.view, self._net.workers
+        if view is None:
+            return None
+        jobs, tokens = self.prefills.asked_since(view.read_at)
+        return QueueSeen(
+            jobs=max(view.jobs + jobs, self.prefills.jobs),
+            tokens=max(view.tokens + tokens, self.prefills.tokens),
+            prefill_workers=len(workers.usable),
+            age_s=max(now - view.read_at, 0.0),
+            prefill_workers_alive=len(workers.responsive),
+        )
+
+    def _begin(
+        self, prefill: RemotePrefill, request: Prompt, tables: BlockTables, external: int
+    ) -> tuple[RemotePrefillRequest, float]:
+        """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
+        when the request waits, in monotonic seconds."""
+        size, wanted = self._block_size, request.num_prompt_tokens - 1
+        first = self._first_awaited(tables, (wanted - external) // size)
+        end = -(-wanted // size)
+        now, options = self._now(), prefill.decided.options
+        attempt = self._new_attempt()
+        until = self.prefills.asked(
+            prefill,
+            request,
+            attempt,
+            now,
+            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
+            first_block=first,
+            awaited_tokens=external,
+            job_tokens=wanted - first * size,
+            hashes=self._flights.hashes(request),
+        )
+        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
+        # blocks stay reserved, whatever becomes of the request.
+        pool = self._pool.blocks
+        blocks = [
+            pool[block] for table in tables for block in table[:end] if not pool[block].is_null
+        ]
+        self._pool.touch(blocks)
+        self.prefills.hold(attempt, blocks)
+        job = RemotePrefillRequest(
+            engine_id=self._engine_id,
+            request_id=request.request_id,
+            attempt=attempt,
+            prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
+            num_computed_tokens=first * size,
+            block_ids=list(tables[0][first:end]),
+            # A window's prefix is not whole, so no writer may read it.
+            prefix_block_ids=list(tables[0][:first]) if len(tables) == 1 else [],
+            other_groups=[list(table[first:end]) for table in tables[1:]],
+            deadline=self._clock.wall() + until - now,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            adapter=adapter_of(request),
+            trace_headers=None if prefill.trace is None else prefill.trace.headers(),
+            first_token=_first_token(request, wanted - external),
+        )
+        return job, until
+
+    def _first_awaited(self, tables: BlockTables, computed: int) -> int:
+        """The number of the first block that must be written, after `computed` cached ones.
+
+        Where layers attend to a sliding window only, null blocks stand for the tokens before the
+        window. Nothing is written there.
+        """
+        blocks = self._pool.blocks
+        return min(
+            next(n for n in range(computed, len(table)) if not blocks[table[n]].is_null)
+            for table in tables
+        )
+
+    def _vouched(self, job: RemotePrefillRequest) -> RemotePrefillRequest:
+        """Removes the prefix from the job unless every prefix block is complete and stays so.
+
+        The prefix cache contains blocks from the moment when their computation is scheduled, and a
+        prompt may hit them in the same step. A prefill worker may read them before that has ended.
+        """
+        for block in job.prefix_block_ids:
+            if self._pool.blocks[block].is_null or any(block in step for step in self._filling):
+                return structs.replace(job, prefix_block_ids=[])
+        return job
 
     def _take_inbox(self) -> None:
         """Carries out what the bridge has left for this step."""
@@ -225,3 +357,11 @@ class DecodeScheduler:
             unusable_writers=net.workers.unusable,
             writers=sorted(ledger.writers),
         )
+
+
+def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
+    """cached: prompt tokens in the prefix cache."""
+    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
+    if sampling is None or not prompt:
+        return None
+    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)
