@@ -24,8 +24,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import MakeTransport
-from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.migration import MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
 from dynamo_lite.request_plane.placement import Placement
 from dynamo_lite.routing.pickers import Picker
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -210,7 +209,7 @@ class FailoverClient:
     def _lose(self, flight: MigratingRequest, why: str) -> None:
         """The worker of the request is lost: migrates the request or ends it."""
         gone = f"the worker that ran this request is gone ({why})"
-        if flight.bound is not None:
+        if flight.bound:
             self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
         elif flight.moves >= MAX_MOVES:
             times = flight.moves

@@ -9,7 +9,7 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from tests.builders import endpoint_record

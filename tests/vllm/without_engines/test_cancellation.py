@@ -23,7 +23,7 @@ from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_reque
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
 from dynamo_lite.runtime.members.roster import Roster
@@ -315,7 +315,7 @@ class Front:
 
     async def submit(self, request_id: str, timeout_s: float | None = None) -> None:
         request = generate_request(request_id, timeout_s=timeout_s)
-        await self.client.submit(request, movable=Continue(reason="test"))
+        await self.client.submit(request, movable=MigrationPlan())
 
     async def nothing_left(self) -> None:
         """No request is left, here, in the Router, in the workers or in their engines."""
