@@ -19,8 +19,9 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     decode_generate_request,
 )
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.versions import unsupported
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, STALL_TIMEOUT_S
 from dynamo_lite.request_plane.session import Session, SessionRequest
@@ -49,11 +50,10 @@ _CLOSE_TIMEOUT_S = 5.0
 class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
-    max_in_flight, max_prompt_tokens: limits, see `request_plane/admission.py`. Requests beyond
-    them are refused as busy, and go to another worker. on_drop: called with "generate" for a
-    malformed request, with "stream" for a malformed frame or one connection without a Hello too
-    many, with "certificate" for a client that is refused. certificates: of this worker, for TLS;
-    clients must be Frontends of its graph. None: plain TCP.
+    limits: see `Admission`. Requests beyond them are refused as busy, and go to another worker.
+    on_drop: called with "generate" for a malformed request, with "stream" for a malformed frame or
+    one connection without a Hello too many, with "certificate" for a client that is refused.
+    certificates: of this worker, for TLS; clients must be Frontends of its graph. None: plain TCP.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class GenerateServer:
         handler: GenerateHandler,
         bind_host: str = "127.0.0.1",
         *,
-        max_in_flight: int | None = None,
-        max_prompt_tokens: int | None = None,
+        limits: AdmissionOptions | None = None,
         on_drop: OnDrop = uncounted,
         certificates: Certificates | None = None,
     ):
@@ -88,9 +87,7 @@ class GenerateServer:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._sessions: dict[str, Session] = {}
-        self._admission = Admission(
-            Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens)
-        )
+        self._admission = Admission(limits)
         #: Until the engine has refused, finished or aborted them.
         self._requests: dict[str, SessionRequest] = {}
         self._handovers, self._aborts = OwnedTasks(), OwnedTasks()
@@ -138,7 +135,7 @@ class GenerateServer:
         """The open session of this client, if it has one."""
         return self._sessions.get(client_id)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: AdmissionOptions) -> None:
         """Sets the limits for new requests."""
         self._admission.limit(limits)
 

@@ -18,6 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
@@ -70,7 +71,8 @@ class Worker:
     def __init__(self, lease_id: int = 1, room: int = 1):
         self.lease_id = lease_id
         self.engine = FakeEngine()
-        self.server = GenerateServer(self.engine, max_in_flight=room)
+        limits = AdmissionOptions(max_in_flight_requests=room, max_queued_tokens=10**6)
+        self.server = GenerateServer(self.engine, limits=limits)
 
     async def __aenter__(self) -> Self:
         await self.server.__aenter__()
