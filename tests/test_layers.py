@@ -47,7 +47,7 @@ HOMES = {
 PURE = (
     *("disagg/attempts", "disagg/decision", "planner/policy"),
     *("forward/protocols", "forward/choosing.py"),
-    *("request_plane/admission.py", "request_plane/migration.py", "runtime/backoff.py"),
+    *("request_plane/admission.py", "runtime/backoff.py"),
     *("routing/kv_chain.py", "routing/kv_index.py", "routing/kv_routing.py"),
     *("routing/pickers.py", "routing/worker_loads.py"),
 )

@@ -13,13 +13,8 @@ from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, Local, decide
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.options import DecisionThresholds
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-
-_LIMITS = Limits(
-    in_flight=VllmWorkerConfig.max_in_flight_requests,
-    prompt_tokens=VllmWorkerConfig.max_queued_tokens,
-)
 
 
 class Tally:
@@ -56,7 +51,7 @@ class DecodeWorkerModel:
         self._timing, self._thresholds, self._events = timing, thresholds, events
         self._queue, self._tally = queue, tally
         self._on_answered, self._on_ended = on_answered, on_ended
-        self._admission = Admission(_LIMITS)
+        self._admission = Admission(VllmWorkerConfig())
         self.network_free_at = 0.0
         self.report = Load()
         self.engine = EngineModel(

@@ -4,9 +4,6 @@ Owns the counts that the limits are about. The caller reports when a request arr
 token, and ends.
 """
 
-from dataclasses import dataclass
-
-from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import AdmissionOptions
 
 #: Of prompts' media and embeddings, in total, of requests in flight: they stay in memory for a
@@ -14,27 +11,10 @@ from dynamo_lite.protocol.options import AdmissionOptions
 MAX_HELD_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits on requests in flight. None: no limit."""
-
-    #: Requests that have not ended.
-    in_flight: int | None = None
-    #: Prompt tokens, in total, of requests without a first token. A single longer prompt is
-    #: admitted while no other one waits.
-    prompt_tokens: int | None = None
-
-
-def limits(config: AdmissionOptions, values: Values) -> Limits:
-    """The limits of the configuration file, with the live options applied."""
-    options = applied(values, config)
-    return Limits(in_flight=options.max_in_flight_requests, prompt_tokens=options.max_queued_tokens)
-
-
 class Admission:
-    """All methods but `enter` ignore unknown keys."""
+    """All methods but `enter` ignore unknown keys. limits: None for `MAX_HELD_BYTES` only."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: AdmissionOptions | None = None):
         self._limits = limits
         self._keys: set[str] = set()
         self._waiting: dict[str, int] = {}
@@ -54,7 +34,7 @@ class Admission:
         """Prompt tokens of requests without a first token."""
         return self._waiting_tokens
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: AdmissionOptions) -> None:
         """Sets new limits. Requests in flight beyond them stay."""
         self._limits = limits
 
@@ -81,11 +61,14 @@ class Admission:
         return None
 
     def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> str | None:
-        """Which limit `requests` new requests with `prompt_tokens` in total would exceed."""
-        most, limit = self._limits.in_flight, self._limits.prompt_tokens
-        if most is not None and self.in_flight + requests > most:
+        """Which limit `requests` new requests with `prompt_tokens` in total would exceed. While no
+        prompt waits, one of any length is admitted."""
+        if self._limits is None:
+            return None
+        most, limit = self._limits.max_in_flight_requests, self._limits.max_queued_tokens
+        if self.in_flight + requests > most:
             return f"{self.in_flight} of at most {most} requests are in flight"
-        if limit is not None and self._waiting and self._waiting_tokens + prompt_tokens > limit:
+        if self._waiting and self._waiting_tokens + prompt_tokens > limit:
             return f"{self._waiting_tokens} of at most {limit} prompt tokens wait"
         return None
 

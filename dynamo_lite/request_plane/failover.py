@@ -8,14 +8,17 @@ request id on the wire, so that late deltas of an earlier worker cannot get into
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Self
 
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
+    NoWorkers,
+    Overloaded,
     Refused,
     Unavailable,
     WorkerLost,
@@ -24,11 +27,9 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import MakeTransport
-from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.migration import MigrationPlan
-from dynamo_lite.request_plane.placement import Placement
-from dynamo_lite.routing.pickers import Picker
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
+from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ MAX_REQUEST_ID = 240
 MAX_MOVES = 3
 #: How much a worker's timer may be ahead of ours at the end of a request's timeout.
 _CLOCK_SLACK_S = 0.1
+#: Pauses between two rounds over the workers; each is twice the one before.
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
 
 #: Takes the id of a request that gets no further delta, and the error that ended it.
 OnEnded = Callable[[str, DynamoLiteError], None]
@@ -80,10 +84,13 @@ class FailoverClient:
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
         self._on_ended = on_ended
+        self._members = members
         self._picker = picker
-        self._placer = Placement(self.transport, members, picker, move_wait_s=move_wait_s)
-        self._attempts = self._placer.attempts
+        self._move_wait_s = move_wait_s
         self._flights: dict[str, MigratingRequest] = {}
+        #: The requests that were submitted to a worker, by the id of their attempt.
+        self._attempts: dict[str, MigratingRequest] = {}
+        self._numbers = count(1)
         self._tasks = OwnedTasks()
         self._closed = False
         self._stack = AsyncExitStack()
@@ -134,7 +141,7 @@ class FailoverClient:
         flight = self._flights[request.request_id] = MigratingRequest(request, movable, deadline)
         try:
             async with asyncio.timeout_at(deadline):
-                await self._placer.place(flight)
+                await self._place(flight)
         except TimeoutError as exc:
             if not flight.over:
                 self.stats.expired += 1
@@ -169,6 +176,109 @@ class FailoverClient:
                 self._forget(flight)
         if running:
             await self.transport.abort(running)
+
+    # The choice of a worker
+
+    async def _place(self, flight: MigratingRequest) -> None:
+        """Returns when a worker has accepted it, it has ended, or another call migrates it.
+
+        Raises the error of the last round: Refused, NoWorkers, Overloaded, another
+        Unavailable, or DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (self._move_wait_s if flight.moves else 0.0)
+        pause_s = _FIRST_PAUSE_S
+        turn = flight.moves
+        while flight.is_at(turn):
+            flight.wake.clear()
+            failure = await self._try_members(flight, turn)
+            if failure is None:
+                return
+            left_s = until - loop.time()
+            if left_s <= 0:
+                raise failure
+            # `wake` is set when a worker is back; other causes need a retry.
+            is_woken = isinstance(failure, NoWorkers)
+            await all_of([flight.wake], left_s if is_woken else min(left_s, pause_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
+        """Submits to each live member at most once. Returns None when a worker has accepted it, or
+        when it has ended or was migrated meanwhile; else why none has accepted it.
+
+        Raises Refused when no worker can accept the request.
+        """
+        tried: set[int] = set()
+        failure: DynamoLiteError | None = None
+        busy: list[Refused] = []
+        while flight.is_at(turn):
+            picked = await self._choose(flight, turn, tried)
+            if picked is None:
+                break
+            tried.add(picked.member.lease_id)
+            try:
+                await self._send(flight, picked.member)
+            except Refused as exc:
+                if not exc.elsewhere and flight.is_at(turn):
+                    raise
+                busy += [exc] if exc.busy else []
+                failure = Unavailable(exc.reason)
+            except (Unavailable, DeadlineExceeded) as exc:
+                failure = exc
+            else:
+                return None
+            self._picker.released(flight.request_id)
+            logger.info(
+                "request %s: worker %x (%s) did not accept it: %s",
+                flight.request_id,
+                picked.member.lease_id,
+                picked.reason,
+                failure,
+            )
+        if not flight.is_at(turn):
+            return None
+        if busy:
+            return Overloaded(f"every worker is at its limit: {busy[-1].reason}")
+        return failure or NoWorkers("no live worker")
+
+    async def _choose(
+        self, flight: MigratingRequest, turn: int, tried: set[int]
+    ) -> Selection | None:
+        """Chooses a worker that was not tried yet; the one that it has just lost only if there is
+        no other. None: all were tried, or it has ended or was migrated meanwhile."""
+        members = self._members()
+        without = tried if flight.avoid is None else tried | {flight.avoid}
+        if not _any_besides(without, members):
+            without = tried
+            if not _any_besides(without, members):
+                return None
+        picked = self._picker.pick(members, flight.request, without)
+        if not isinstance(picked, Selection):
+            picked = await picked
+        if not flight.is_at(turn):
+            self._picker.released(flight.request_id)
+            return None
+        logger.debug(
+            "request %s: selected worker %x: %s",
+            flight.request_id,
+            picked.member.lease_id,
+            picked.reason,
+        )
+        return picked
+
+    async def _send(self, flight: MigratingRequest, member: EndpointRecord) -> None:
+        """Submits it to one worker, under a request id that no other attempt has or had."""
+        # Numbered over all requests: a caller may reuse a request id while deltas of the earlier
+        # request are still on their way.
+        wire_id = f"{flight.request_id}~{next(self._numbers)}"
+        request = flight.attempt(wire_id, member, asyncio.get_running_loop().time())
+        self._attempts[wire_id] = flight
+        try:
+            await self.transport.submit(member, request)
+        except BaseException:
+            if self._attempts.pop(wire_id, None) is flight:
+                flight.wire_id = ""
+            raise
 
     # The transport's callbacks
 
@@ -210,7 +320,7 @@ class FailoverClient:
     def _lose(self, flight: MigratingRequest, why: str) -> None:
         """The worker of the request is lost: migrates the request or ends it."""
         gone = f"the worker that ran this request is gone ({why})"
-        if flight.bound is not None:
+        if flight.bound:
             self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
         elif flight.moves >= MAX_MOVES:
             times = flight.moves
@@ -230,7 +340,7 @@ class FailoverClient:
 
     async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
         try:
-            await self._placer.place(flight)
+            await self._place(flight)
         except DynamoLiteError as exc:
             self._end(flight, WorkerLost(f"{gone}; no other worker accepted it: {exc}"))
         except Exception:
@@ -272,6 +382,10 @@ class FailoverClient:
             flight.timer.cancel()
         if flight.migration is not None and flight.migration is not asyncio.current_task():
             flight.migration.cancel()
+
+
+def _any_besides(without: Set[int], members: Sequence[EndpointRecord]) -> bool:
+    return any(member.lease_id not in without for member in members)
 
 
 def _is_late(flight: MigratingRequest) -> bool:

@@ -1,6 +1,7 @@
 """The state of one request over one or several workers: which tokens the caller has got."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -8,10 +9,26 @@ import msgspec
 from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.migration import MigrationPlan, Replay, Stay
 
 #: Finish reasons of an answer that the engine has completed.
 _COMPLETE = frozenset({"stop", "length", "repetition"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationPlan:
+    """How a request continues after its worker is lost in the middle of the answer: exactly.
+
+    Exact means: the client gets the tokens that one worker would have produced. A new worker that
+    gets the tokens so far computes the same next ones only if they depend on nothing but the token
+    ids. Other sampler state (a random generator, counts over the output, a grammar) is rebuilt by
+    running the same request from its start and comparing the tokens that were sent already.
+    """
+
+    #: It is sent again from its start, and tokens that the client has are compared and dropped.
+    #: Otherwise it is sent with the tokens so far.
+    replay: bool = False
+    #: Why it cannot migrate once a token was sent; empty when it can.
+    stay: str = ""
 
 
 class MigratingRequest:
@@ -58,12 +75,12 @@ class MigratingRequest:
         """How it is submitted again, if it can be: "fresh", "continue" or "replay"."""
         if not self._sent:
             return "fresh"
-        return "replay" if isinstance(self.plan, Replay) else "continue"
+        return "replay" if self.plan.replay else "continue"
 
     @property
-    def bound(self) -> str | None:
-        """Why it cannot be migrated; None when it can."""
-        return self.plan.reason if self._sent and isinstance(self.plan, Stay) else None
+    def bound(self) -> str:
+        """Why it cannot be migrated; empty when it can."""
+        return self.plan.stay if self._sent else ""
 
     def is_at(self, moves: int) -> bool:
         """Whether it has not ended and was not migrated since it had `moves` migrations."""
@@ -80,7 +97,7 @@ class MigratingRequest:
             changes["moved"] = True
         if self.deadline is not None:
             changes["timeout_s"] = max(self.deadline - now, 0.0)
-        if isinstance(self.plan, Replay):
+        if self.plan.replay:
             self._covered = 0
         else:
             self._covered = len(self._sent)

@@ -1,7 +1,7 @@
 """The worker's side: requests are decoded, handed to the engine and answered; deltas go out.
 
-A session is a TCP connection. Requests come in on it, and their deltas go out through it, one frame
-per engine step and session. When a session ends, its requests are aborted.
+A session is a TCP connection from its Hello on. Requests come in on it, and their deltas go out
+through it, one frame per engine step and session. When a session ends, its requests are aborted.
 """
 
 import asyncio
@@ -19,19 +19,30 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     decode_generate_request,
 )
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.versions import unsupported
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import GenerateHandler
-from dynamo_lite.request_plane.listener import Listener
+from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, STALL_TIMEOUT_S
 from dynamo_lite.request_plane.session import Session, SessionRequest
+from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
+#: Connections without a Hello, those in their TLS handshake among them. Clients send it at once, so
+#: this is far more than all clients that may connect at the same time.
+MAX_UNGREETED = 512
+#: The component whose processes are clients.
+_CLIENT = "Frontend"
 #: Upper limit of a request's timeout.
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
+#: How long closing waits for connections to send what is queued.
+_FLUSH_TIMEOUT_S = 1.0
 #: How long closing waits for the engine to accept or abort requests.
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -39,9 +50,10 @@ _CLOSE_TIMEOUT_S = 5.0
 class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
-    max_in_flight, max_prompt_tokens: limits, see `request_plane/admission.py`. Requests beyond
-    them are refused as busy, and go to another worker. on_drop: called with "generate" for a
-    malformed request, and as by `Listener`. certificates: for mutual TLS; None for plain TCP.
+    limits: see `Admission`. Requests beyond them are refused as busy, and go to another worker.
+    on_drop: called with "generate" for a malformed request, with "stream" for a malformed frame or
+    one connection without a Hello too many, with "certificate" for a client that is refused.
+    certificates: of this worker, for TLS; clients must be Frontends of its graph. None: plain TCP.
     """
 
     def __init__(
@@ -49,18 +61,33 @@ class GenerateServer:
         handler: GenerateHandler,
         bind_host: str = "127.0.0.1",
         *,
-        max_in_flight: int | None = None,
-        max_prompt_tokens: int | None = None,
+        limits: AdmissionOptions | None = None,
         on_drop: OnDrop = uncounted,
         certificates: Certificates | None = None,
     ):
         self._handler = handler
-        self._on_drop = on_drop
-        self._listener = Listener(self, bind_host, on_drop, certificates)
-        self._sessions: dict[str, Session] = {}
-        self._admission = Admission(
-            Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens)
+        self._certificates, self.on_drop = certificates, on_drop
+        #: Of all connections: a stranger may open many.
+        self.log_limit = LogLimit()
+        self._bind_host = bind_host
+        self._pending = PendingConnections(MAX_UNGREETED, lambda: on_drop("stream"))
+        self._listener = TcpServer(
+            bind_host,
+            partial(Session, self),
+            self._pending,
+            None if certificates is None else certificates.server,
+            handshake_s=FIRST_FRAME_TIMEOUT_S,
+            shutdown_s=STALL_TIMEOUT_S,
+            on_failed=self._handshake_failed,
         )
+        #: HOST:PORT for the clients' connections, for the endpoint's record.
+        self.stream_address = ""
+        #: All that are open, with a Hello or without.
+        self._connections: set[Session] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        self._sessions: dict[str, Session] = {}
+        self._admission = Admission(limits)
         #: Until the engine has refused, finished or aborted them.
         self._requests: dict[str, SessionRequest] = {}
         self._handovers, self._aborts = OwnedTasks(), OwnedTasks()
@@ -70,12 +97,21 @@ class GenerateServer:
         self._idle.set()
 
     async def __aenter__(self) -> Self:
-        await self._listener.open()
+        """Raises StartupError when it cannot listen on the host."""
+        self.stream_address = advertised_address(self._bind_host, await self._listener.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.disconnect_all("the worker closed the stream")
-        await self._listener.close()
+        why = "the worker closed the stream"
+        self.disconnect_all(why)
+        try:
+            await self._listener.close()
+            for session in list(self._connections):
+                session.close(why)
+            await all_of([self._all_closed], _FLUSH_TIMEOUT_S)
+        finally:  # also when this is cancelled
+            for session in list(self._connections):
+                session.abort(why)
         if not await self.wait_idle(_CLOSE_TIMEOUT_S):
             logger.warning(
                 "timeout after %g s: closed while the engine still accepts or aborts requests",
@@ -83,11 +119,6 @@ class GenerateServer:
             )
         await self._handovers.end()
         await self._aborts.end()
-
-    @property
-    def stream_address(self) -> str:
-        """HOST:PORT for the clients' connections, for the endpoint's record."""
-        return self._listener.address
 
     @property
     def in_flight(self) -> int:
@@ -104,7 +135,7 @@ class GenerateServer:
         """The open session of this client, if it has one."""
         return self._sessions.get(client_id)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: AdmissionOptions) -> None:
         """Sets the limits for new requests."""
         self._admission.limit(limits)
 
@@ -140,7 +171,37 @@ class GenerateServer:
             if undeliverable := session.deliver(mine):
                 self.cancel(session, undeliverable)
 
-    # Sessions
+    # Connections, and the sessions on them
+
+    def opened(self, session: Session) -> None:
+        """The connection is made, without a Hello. With a certificate that does not fit, it is
+        closed."""
+        self._connections.add(session)
+        self._all_closed.clear()
+        if self._certificates is not None:
+            why = self._certificates.refusal(session.ssl_object, _CLIENT)
+            if why:
+                self._refuse_client(session.peer, why)
+                session.abort(why)
+                return
+        why = f"more than {MAX_UNGREETED} connections without a Hello"
+        self._pending.add(session, session.peer_host, partial(session.abort, why))
+
+    def closed(self, session: Session) -> None:
+        """The connection is lost, with a Hello or without."""
+        self._pending.discard(session)
+        self._connections.discard(session)
+        if not self._connections:
+            self._all_closed.set()
+        self.close_session(session)
+
+    def _handshake_failed(self, peer: str, exc: OSError) -> None:
+        if self._certificates is not None and (why := self._certificates.explained(exc)):
+            self._refuse_client(peer, why)
+
+    def _refuse_client(self, peer: str, why: str) -> None:
+        self.on_drop("certificate")
+        self.log_limit.log(logger, "stream with %s: the client is refused: %s", peer, why)
 
     def open_session(self, client_id: str, session: Session) -> None:
         """Raises ProtocolError when the client has an open session already.
@@ -151,9 +212,10 @@ class GenerateServer:
         if client_id in self._sessions:
             raise ProtocolError(f"client {client_id!r} is already connected")
         self._sessions[client_id] = session
+        self._pending.discard(session)
 
     def close_session(self, session: Session) -> None:
-        """Ends the session and aborts its requests."""
+        """Ends the session, if the connection has one, and aborts its requests."""
         if self._sessions.get(session.client_id) is session:
             del self._sessions[session.client_id]
             own = [one for one in self._requests.values() if one.session is session]
@@ -206,7 +268,7 @@ class GenerateServer:
                 raise ProtocolError("its ids are not those of its frame and its connection")
         except ProtocolError as exc:
             logger.warning("request %s: refused: %s", request_id, exc)
-            self._on_drop("generate")
+            self.on_drop("generate")
             raise Refused(str(exc), elsewhere=False) from exc
         if request.wire_version != WIRE_VERSION:
             raise Refused(unsupported(request.wire_version), elsewhere=True)

@@ -26,7 +26,6 @@ from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.framing import FrameConnection, frame
 
 if TYPE_CHECKING:
-    from dynamo_lite.request_plane.listener import Listener
     from dynamo_lite.request_plane.server import GenerateServer
 
 logger = logging.getLogger(__name__)
@@ -41,18 +40,18 @@ class Session(FrameConnection):
     #: Empty before the Hello.
     client_id = ""
 
-    def __init__(self, server: "GenerateServer", listener: "Listener"):
+    def __init__(self, server: "GenerateServer"):
         super().__init__(
             first_max_bytes=MAX_HELLO_BYTES,
             max_bytes=MAX_SUBMIT_BYTES,
-            on_drop=listener.on_drop,
-            log_limit=listener.log_limit,
+            on_drop=server.on_drop,
+            log_limit=server.log_limit,
         )
-        self._server, self._listener = server, listener
+        self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._listener.opened(self)
+        self._server.opened(self)
 
     def frame_received(self, payload: bytes) -> None:
         message = decode_client_frame(payload)
@@ -73,14 +72,12 @@ class Session(FrameConnection):
             raise ProtocolError("a second Hello on one connection")
         self._server.open_session(hello.client_id, self)
         self.client_id = hello.client_id
-        self._listener.greeted(self)
         self.send(frame(encode(Welcome())))
 
     def connection_closed(self, why: str) -> None:
-        self._listener.closed(self)
         if self.client_id:
             logger.info("stream of client %s disconnected: %s", self.client_id, why)
-            self._server.close_session(self)
+        self._server.closed(self)
 
     def reply(self, request_id: str, reply: Accepted | RequestRefused) -> None:
         self.send(frame(encode(SubmitReply(request_id=request_id, reply=reply))))

@@ -8,7 +8,7 @@ state of a request (a generator, counts over the output only, a grammar's state)
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
-from dynamo_lite.request_plane.migration import MigrationPlan, SamplingFacts, plan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.vllm.compat import watermarked
 
 #: Architectures whose prompt tokens attend to all of the prompt (prefix LM). This is known only
@@ -23,18 +23,20 @@ def is_causal(model: ModelConfig) -> bool:
 
 def migration_plan(params: SamplingParams, *, causal: bool = True) -> MigrationPlan:
     """How a sequence with these parameters can be migrated. causal: see `is_causal`."""
-    return plan(facts(params, causal=causal))
-
-
-def facts(params: SamplingParams, *, causal: bool = True) -> SamplingFacts:
-    return SamplingFacts(
-        greedy=params.sampling_type is SamplingType.GREEDY,
-        seeded=params.sampling_type is SamplingType.RANDOM_SEED,
+    grammar = params.structured_outputs is not None
+    if params.sampling_type is SamplingType.GREEDY:
         # `extra_args` are those of custom logits processors and samplers, which may do anything.
-        history_dependent=depends_on_output(params) or bool(params.extra_args),
-        grammar=params.structured_outputs is not None,
-        causal=causal,
-    )
+        has_history = depends_on_output(params) or bool(params.extra_args)
+        return MigrationPlan(replay=grammar or has_history or not causal)
+    if params.sampling_type is SamplingType.RANDOM_SEED:
+        return MigrationPlan(replay=True)
+    if grammar:
+        return MigrationPlan(
+            stay="random without a seed under a grammar, whose state cannot migrate"
+        )
+    if not causal:
+        return MigrationPlan(stay="random without a seed, and the model is not causal")
+    return MigrationPlan()  # without a seed, any continuation is as good
 
 
 def depends_on_output(params: SamplingParams) -> bool:

@@ -25,7 +25,7 @@ from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, Adapter, GenerateRequ
 from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
-from dynamo_lite.request_plane.migration import MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes, text_of

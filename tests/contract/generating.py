@@ -72,16 +72,16 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
     return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
 
 
-async def open_setup(kind: str, stack: AsyncExitStack, **limits: Any) -> Setup:
+async def open_setup(kind: str, stack: AsyncExitStack, **options: Any) -> Setup:
     """kind: "tcp" or "tls"."""
     engine, outputs = FakeEngine(), Outputs()
     folder, own = Path(stack.enter_context(TemporaryDirectory())), None
     if kind == "tls":
         graph_folder(folder)
         own = of(folder, "Frontend")
-        limits |= {"certificates": of(folder, "VllmWorker")}
+        options |= {"certificates": of(folder, "VllmWorker")}
     serving = await stack.enter_async_context(AsyncExitStack())
-    server = await serving.enter_async_context(GenerateServer(engine, **limits))
+    server = await serving.enter_async_context(GenerateServer(engine, **options))
     client = await stack.enter_async_context(
         RemoteGenerateClient(
             "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0, certificates=own

@@ -29,7 +29,6 @@ from dynamo_lite.protocol.generate import (
     decode_client_frame,
     decode_worker_frame,
 )
-from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
@@ -196,7 +195,7 @@ async def test_connections_without_a_hello_are_bounded_and_keep_no_client_out(
     monkeypatch: pytest.MonkeyPatch,
 ):
     most = 64
-    monkeypatch.setattr(listener, "MAX_UNGREETED", most)
+    monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
     graph = Graph()
     async with graph.running(), contextlib.AsyncExitStack() as stack:
         address = parse_address(graph.server.stream_address)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.request_plane.server import GenerateServer
 from tests.builders import endpoint_record, eventually, generate_request
@@ -62,7 +63,7 @@ async def test_a_request_without_time_is_not_begun(opened: Open):
 
 
 async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
-    setup = await opened(max_in_flight=2)
+    setup = await opened(limits=AdmissionOptions(max_in_flight_requests=2, max_queued_tokens=100))
     for request_id in ("a", "b"):
         await setup.client.submit(setup.member, generate_request(request_id))
     with pytest.raises(Refused, match="2 requests") as caught:
@@ -76,7 +77,8 @@ async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
 
 
 async def test_beyond_its_limit_of_waiting_prompts_a_worker_is_busy(opened: Open):
-    setup = await opened(max_prompt_tokens=8)  # each prompt has 3
+    limits = AdmissionOptions(max_in_flight_requests=100, max_queued_tokens=8)
+    setup = await opened(limits=limits)  # each prompt has 3 tokens
     await setup.client.submit(setup.member, generate_request("a"))
     await setup.client.submit(setup.member, generate_request("b"))
     with pytest.raises(Refused, match="wait") as caught:

@@ -16,7 +16,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.generate import Hello
 from dynamo_lite.protocol.records import EndpointTransport
-from dynamo_lite.request_plane import listener
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, frame, parse_address
@@ -141,7 +140,7 @@ async def test_a_client_sends_nothing_to_who_is_not_a_worker_of_its_graph(worker
         serving.write_bytes(good)
         pair = worker.folder / "pair.pem"
         pair.write_bytes(bad + (worker.folder / "VllmWorker-key.pem").read_bytes())
-        contexts = worker.server._listener._certificates
+        contexts = worker.server._certificates
         assert contexts is not None
         contexts.server().load_cert_chain(pair)
         expected = f"not valid under {worker.folder}/ca.pem: certificate has expired"
@@ -201,7 +200,7 @@ def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
     """A stranger connects and says nothing. It displaces its own connections, and not those of
     another address, which were there first."""
     most = 32
-    monkeypatch.setattr(listener, "MAX_UNGREETED", most)
+    monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
     drops: Counter[str] = Counter()
 
     async def flood() -> None:

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import SamplingFacts, plan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
@@ -142,7 +142,7 @@ class SimFrontend:
                 story.end("refused: the same id is running", _now())
                 return
             self._open[ask.request_id] = story, ended
-            await self.client.submit(self._message(ask), movable=plan(_facts(ask)))
+            await self.client.submit(self._message(ask), movable=_plan(ask))
             submitted = True
             story.placed_at = _now()
             await ended
@@ -192,8 +192,8 @@ class SimFrontend:
                 found[1].set_result(None)
 
 
-def _facts(ask: Ask) -> SamplingFacts:
-    return SamplingFacts(greedy=ask.sampling.greedy, seeded=ask.sampling.seed is not None)
+def _plan(ask: Ask) -> MigrationPlan:
+    return MigrationPlan(replay=not ask.sampling.greedy and ask.sampling.seed is not None)
 
 
 def _now() -> float:

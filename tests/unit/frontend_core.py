@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from tests.builders import endpoint_record
@@ -43,7 +44,8 @@ class CoreScene:
 
     def __init__(self, in_flight: int, tracer: Tracer | None = None) -> None:
         self.failover = RecordingFailover()
-        self.admission = Admission(Limits(in_flight=in_flight))
+        limits = AdmissionOptions(max_in_flight_requests=in_flight, max_queued_tokens=10**6)
+        self.admission = Admission(limits)
         self.refused: Counter[str] = Counter()
         self.members: list[EndpointRecord] = [endpoint_record()]
         self.intake = Intake(

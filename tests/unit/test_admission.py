@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.request_plane.admission import MAX_HELD_BYTES, Admission, Limits
+from dynamo_lite.protocol.options import AdmissionOptions
+from dynamo_lite.request_plane.admission import MAX_HELD_BYTES, Admission
 
 
 @given(
@@ -19,7 +20,7 @@ from dynamo_lite.request_plane.admission import MAX_HELD_BYTES, Admission, Limit
 def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int, bool]]):
     """A prompt waits until its first token or its end. One beyond the limit is taken when no other
     waits; a promised one always is."""
-    admission = Admission(Limits(in_flight=4, prompt_tokens=100))
+    admission = Admission(AdmissionOptions(max_in_flight_requests=4, max_queued_tokens=100))
     waiting: dict[str, int] = {}
     keys: set[str] = set()
     for event, key, size, promised in events:
@@ -43,7 +44,7 @@ def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int,
 
 def test_media_are_held_until_their_request_ends():
     """A first token frees none: a migration needs them. A single larger one is admitted."""
-    admission = Admission(Limits())
+    admission = Admission()
     assert admission.enter("huge", 1, input_bytes=MAX_HELD_BYTES + 1) is None
     assert "media" in (admission.enter("more", 1, input_bytes=1) or "")
     assert admission.enter("moved", 1, input_bytes=1, promised=True) is None

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta, halves
-from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
 from tests.builders import endpoint_record, generate_request
 
 
@@ -74,7 +73,7 @@ def test_the_parts_together_are_the_whole(delta: TokenDelta):
 def test_rows_that_a_lost_worker_has_sent_are_not_sent_on_again():
     whole = rows_of(8, 3, 5)
     request = generate_request("a", prompt_token_ids=[1])
-    flight = MigratingRequest(request, Continue(reason="greedy"), None)
+    flight = MigratingRequest(request, MigrationPlan(), None)
 
     def take(start: int, stop: int, *tokens: int) -> TokenDelta | None:
         rows = whole.part(start, stop)

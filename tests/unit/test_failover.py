@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import NoResponders, Refused
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.request_plane.migration import Continue, MigrationPlan, Replay, Stay
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from tests.unit.fake_workers import (
     ANSWER_TOKENS,
     answer_to,
@@ -19,9 +19,9 @@ from tests.unit.fake_workers import (
 )
 from tests.unit.virtual import virtual
 
-CONTINUE = Continue(reason="test")
-REPLAY = Replay(reason="test")
-STAY = Stay(reason="test")
+CONTINUE = MigrationPlan()
+REPLAY = MigrationPlan(replay=True)
+STAY = MigrationPlan(stay="test")
 
 A = request_of("a")
 

@@ -13,12 +13,12 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from tests.builders import loop_time
 from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
 from tests.unit.virtual import virtual
 
-CONTINUE = Continue(reason="test")
+CONTINUE = MigrationPlan()
 
 A = request_of("a")
 

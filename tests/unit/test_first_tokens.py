@@ -15,8 +15,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
-from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.serve.services.config import VllmWorkerConfig
@@ -140,7 +139,7 @@ def test_a_token_that_does_not_fit_is_refused(token: int, cached: int, worker: W
 
 def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it(worker: Worker):
     """The decode worker dies with the token sent and nothing of its engine's."""
-    flight = MigratingRequest(worker.request, Continue(reason="greedy"), None)
+    flight = MigratingRequest(worker.request, MigrationPlan(), None)
     flight.attempt("r", endpoint_record(1), 0.0)
     early = worker.take(7)
     assert early is not None and flight.take(early) == early

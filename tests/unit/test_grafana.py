@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.counters import RemotePrefillMetrics
 from dynamo_lite.planner.planner import PlannerMetrics
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.runtime.process.host import add_metrics
 from dynamo_lite.serve.services.metrics import (
@@ -56,7 +56,7 @@ def registries() -> Iterator[CollectorRegistry]:
     spec = process_spec("C", nats_url="nats://x")
     frontend, decode, planner = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     picker: Any = SimpleNamespace(choices=Counter(), prompt_tokens=0, matched_tokens=0)
-    frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission(Limits())))
+    frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission()))
     frontend.register(RouterMetrics(picker))
     add_metrics(frontend, spec, process, process)
     RemotePrefillMetrics(decode)

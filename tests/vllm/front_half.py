@@ -15,8 +15,9 @@ import httpx
 from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.admission import Admission, Limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.pickers import RoundRobin
@@ -231,7 +232,7 @@ async def open_front(
     model: Path,
     *extra: str,
     leases=(1,),
-    limits: Limits | None = None,
+    limits: AdmissionOptions | None = None,
     client_priority: ClientPriority = "lower-only",
     max_body_bytes: int | None = None,
     **times: float,
@@ -255,7 +256,7 @@ async def open_front(
             intake = Intake(
                 failover,
                 members=lambda: workers.members,
-                admission=Admission(limits or Limits()),
+                admission=Admission(limits),
                 refused=Counter(),
                 client_priority=client_priority,
             )

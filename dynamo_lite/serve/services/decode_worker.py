@@ -15,9 +15,9 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailabl
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, Leave
 from dynamo_lite.protocol.kv import Load
+from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.prefill import decode_first_token
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.request_plane.admission import limits
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
@@ -56,13 +56,12 @@ class VllmWorker:
             GenerateServer(
                 traced or engine,
                 host.spec.bind_host,
-                max_in_flight=config.max_in_flight_requests,
-                max_prompt_tokens=config.max_queued_tokens,
+                limits=config,
                 on_drop=host.drops,
                 certificates=host.own_certificates,
             )
         )
-        options = host.live_options(config, lambda values: server.limit(limits(config, values)))
+        options = host.live_options(config, lambda values: server.limit(applied(values, config)))
         await enter(options.following())
         self._loaded = loaded = LoadedWorker(host, config, engine, server, traced, options)
         await loaded.start(self._stack)

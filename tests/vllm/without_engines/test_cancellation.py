@@ -18,12 +18,13 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
 from dynamo_lite.runtime.members.roster import Roster
@@ -70,7 +71,8 @@ class Worker:
     def __init__(self, lease_id: int = 1, room: int = 1):
         self.lease_id = lease_id
         self.engine = FakeEngine()
-        self.server = GenerateServer(self.engine, max_in_flight=room)
+        limits = AdmissionOptions(max_in_flight_requests=room, max_queued_tokens=10**6)
+        self.server = GenerateServer(self.engine, limits=limits)
 
     async def __aenter__(self) -> Self:
         await self.server.__aenter__()
@@ -315,7 +317,7 @@ class Front:
 
     async def submit(self, request_id: str, timeout_s: float | None = None) -> None:
         request = generate_request(request_id, timeout_s=timeout_s)
-        await self.client.submit(request, movable=Continue(reason="test"))
+        await self.client.submit(request, movable=MigrationPlan())
 
     async def nothing_left(self) -> None:
         """No request is left, here, in the Router, in the workers or in their engines."""

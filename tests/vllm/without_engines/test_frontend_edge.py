@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.request_plane.admission import Limits
+from dynamo_lite.protocol.options import AdmissionOptions
 from tests.vllm.front_half import CHAT, TEXT, Front, events, open_front
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -110,7 +110,8 @@ async def test_workers_at_their_limits_are_a_429_with_their_hint(front: Front, s
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_many_requests_in_flight(model: Path, stream: bool):
-    async with open_front(model, limits=Limits(in_flight=3)) as front:
+    limits = AdmissionOptions(max_in_flight_requests=3, max_queued_tokens=10**6)
+    async with open_front(model, limits=limits) as front:
         front.workers.hold = True
         two = TEXT | {"n": 2, "temperature": 1}
         asking = asyncio.create_task(front.post("/v1/completions", two))
@@ -128,7 +129,8 @@ async def test_too_many_requests_in_flight(model: Path, stream: bool):
 
 
 async def test_too_many_prompt_tokens_without_an_answer(model: Path):
-    async with open_front(model, limits=Limits(prompt_tokens=15)) as front:
+    limits = AdmissionOptions(max_in_flight_requests=100, max_queued_tokens=15)
+    async with open_front(model, limits=limits) as front:
         front.workers.silent = True
         asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"prompt": [5] * 10}))
         async with asyncio.timeout(10):

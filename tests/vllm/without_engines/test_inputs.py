@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE
 
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.request_plane.migration import Continue, Replay
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.vllm import inputs
 from dynamo_lite.vllm.requests import generate_request, generation
 from tests.vllm.without_engines.test_requests import MODEL, core_request
@@ -81,7 +81,7 @@ def test_embeddings_arrive_as_they_were_and_are_repeated_from_their_start(mixed:
     tokens = {"prompt_token_ids": PROMPT if mixed else None}
     request = core_request(SamplingParams(**GREEDY), prompt_embeds=given, **tokens, **where)
     message, plan = generate_request(request, None)
-    assert isinstance(plan, Replay) and len(message.prompt_token_ids) == 8
+    assert plan == MigrationPlan(replay=True) and len(message.prompt_token_ids) == 8
     got = generation(message, model())
     assert got.prompt_token_ids == (PROMPT if mixed else [0] * 8) and got.mm_features is None
     assert got.prompt_embeds is not None and torch.equal(got.prompt_embeds, given)
@@ -90,7 +90,7 @@ def test_embeddings_arrive_as_they_were_and_are_repeated_from_their_start(mixed:
     with pytest.raises(Refused, match="embeddings"):
         generation(moved, model())
     text, plan = generate_request(core_request(SamplingParams(**GREEDY)), None)
-    assert text.inputs is None and isinstance(plan, Continue)
+    assert text.inputs is None and plan == MigrationPlan()
 
 
 @pytest.mark.parametrize(

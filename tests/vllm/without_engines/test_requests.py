@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from dynamo_lite.disagg.transfer_params import adapter_of, time_left_s
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import Adapter, GenerateRequest
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.requests import generate_request, generation, prefill
 from dynamo_lite.vllm.wire import sampling_to_bytes
@@ -90,7 +90,7 @@ def test_text_that_cannot_be_encoded_is_refused():
 
 def test_a_request_arrives_as_it_was():
     sent, plan = generate_request(core_request(SamplingParams(temperature=0)), 2.5)
-    assert sent.timeout_s == 2.5 and isinstance(plan, Continue)
+    assert sent.timeout_s == 2.5 and plan == MigrationPlan()
     got = generation(sent, MODEL)
     assert got.prompt_token_ids == [1, 2, 3] and got.cache_salt == "salt"
     assert got.sampling_params == SamplingParams(temperature=0)

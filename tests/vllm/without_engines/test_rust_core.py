@@ -16,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.request_plane.migration import Continue, MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.vllm.frontend.rust_core import CheckGrammar, RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.builders import eventually
@@ -110,7 +110,7 @@ async def test_a_request_frame_becomes_a_request_to_a_worker(scene: Scene):
     sampling = sampling_from_bytes(message.sampling)
     assert (sampling.max_tokens, sampling.watermarking) == (4, False)
     # Greedy: with the watermark that the Rust frontend asks for it could only be replayed.
-    assert isinstance(scene.failover.plans[0], Continue)
+    assert scene.failover.plans[0] == MigrationPlan()
     assert scene.core.in_flight == 1 and scene.sent == []
 
 

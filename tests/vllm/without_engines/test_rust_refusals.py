@@ -12,7 +12,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded,
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
-from dynamo_lite.request_plane.migration import MigrationPlan
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.intake import Intake

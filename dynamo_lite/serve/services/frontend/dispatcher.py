@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import Values, applied
-from dynamo_lite.request_plane.admission import Admission, limits
+from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
@@ -134,11 +134,11 @@ class RequestDispatcher:
         )
         changed = failover.members_changed
         await rotate(self._stack, self._roster, workers, failover.transport, changed)
-        admission = Admission(limits(config, {}))
+        admission = Admission(config)
         refused: Counter[str] = Counter()
 
         def apply(values: Values) -> None:
-            admission.limit(limits(config, values))
+            admission.limit(applied(values, config))
             if isinstance(self._picker, KvPicker):
                 self._picker.options = applied(values, config.kv_router, "kv_router")
 
