@@ -12,7 +12,7 @@ from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout, units_of
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 from gpu_check.bench import Bench
-from gpu_check.memory import regions
+from gpu_check.memory import region
 from gpu_check.report import CheckFailed, Figures
 
 _LAYERS, _HEADS, _VALUES = 3, 4, 128
@@ -95,11 +95,7 @@ def _rank(layers: Sequence[torch.Tensor]) -> RankMetadata:
         agent=b"",
         memory="DRAM",
         device=0,
-        regions=tuple(
-            region
-            for number, tensor in enumerate(layers)
-            for region in regions(f"layer {number}", tensor)
-        ),
+        regions=tuple(region(f"layer {number}", tensor) for number, tensor in enumerate(layers)),
     )
 
 

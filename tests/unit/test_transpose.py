@@ -52,17 +52,14 @@ def by_hand(layout: Layout, units: Units, slot: int) -> None:
 def writes(draw):
     """Shapes of both sides, and some blocks of a prompt."""
     here, there = draw(st.sampled_from(SIZES))
-    common = {
-        "planes": draw(st.booleans()),
-        "dtype": draw(st.sampled_from([np.uint8, np.uint16, np.uint32])),
-    }
+    dtype = draw(st.sampled_from([np.uint8, np.uint16, np.uint32]))
     orders = draw(st.sampled_from([(True, False), (False, True), (True, True), (False, False)]))
     ours, theirs = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
     if ours > theirs:
         orders = orders[0], True  # its blocks must be cut
     stages = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
-    prefill = Shape(ours, stages[0], heads_first=orders[0], tokens=here, **common)
-    decode = Shape(theirs, stages[1], heads_first=orders[1], tokens=there, **common)
+    prefill = Shape(ours, stages[0], heads_first=orders[0], dtype=dtype, tokens=here)
+    decode = Shape(theirs, stages[1], heads_first=orders[1], dtype=dtype, tokens=there)
     local_ids = draw(st.permutations(range(BLOCKS)))[: draw(st.integers(1, BLOCKS))]
     first = draw(st.integers(0, 3))
     skip = (first * there) % here
@@ -107,11 +104,8 @@ def test_every_token_of_every_head_lies_where_the_receiver_has_it(write):
 
 
 def whole(source: ShardedEngine, rank: int, lane) -> KvRegion:
-    return next(
-        region
-        for region in source.ranks[rank].regions
-        if (region.layer, region.plane) == (lane.local.layer, lane.local.plane)
-    )
+    regions = source.ranks[rank].regions
+    return next(region for region in regions if region.layer == lane.local.layer)
 
 
 @pytest.mark.parametrize(
