@@ -127,7 +127,6 @@ class Pool:
             regions=tuple(
                 KvRegion(
                     layer=f"model.layers.{layer}.self_attn.attn",
-                    plane=0,
                     base=self.base + layer * per_layer,
                     stride_bytes=stride,
                     block_bytes=shape.block_bytes,

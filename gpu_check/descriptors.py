@@ -51,7 +51,6 @@ def _regions(base: int) -> list[KvRegion]:
     return [
         KvRegion(
             layer=str(layer),
-            plane=0,
             base=base + layer * size,
             stride_bytes=_BLOCK_BYTES,
             block_bytes=_BLOCK_BYTES,

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover, Transfer
-from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
+from dynamo_lite.transfer.layout import plain_array, region_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
 from gpu_check.report import CheckFailed
@@ -55,9 +55,8 @@ class Pool:
             memory=memory,
             device=index,
             regions=tuple(
-                region
+                region(f"layer {layer}", self.tensor[layer], first_head=first_head)
                 for layer in range(shape[0])
-                for region in regions(f"layer {layer}", self.tensor[layer], first_head=first_head)
             ),
         )
 
@@ -95,10 +94,10 @@ class Pool:
         self.mover.close()
 
 
-def regions(
+def region(
     layer: str, tensor: torch.Tensor, *, address: int | None = None, first_head: int = 0
-) -> Sequence[KvRegion]:
-    """The regions of a layer's KV.
+) -> KvRegion:
+    """The region of a layer's KV.
 
     Args:
         tensor: [blocks, heads, tokens, values] in any order in memory.
@@ -108,7 +107,7 @@ def regions(
     strides = [stride * item for stride in tensor.stride()]
     array = plain_array(tensor.shape, strides, item)
     assert array is not None
-    return regions_of_tensor(
+    return region_of_tensor(
         layer,
         address=tensor.data_ptr() if address is None else address,
         shape=tensor.shape,

@@ -55,7 +55,7 @@ PARTS: Sequence[Part] = (
     Part("polling", "gpu_check.transfers", "writes progress while the engine's thread is busy"),
     Part(
         "transposition",
-        "gpu_check.kernels",
+        "gpu_check.transposition",
         "blocks are rearranged for another layout",
     ),
     Part(

@@ -118,7 +118,7 @@ def process_spec(component: str, **changes: Any) -> ProcessSpec:
 
 def rank_metadata() -> RankMetadata:
     """A rank with one layer in main memory."""
-    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
+    region = KvRegion(layer="0", base=4096, stride_bytes=64, block_bytes=64)
     return RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from dynamo_lite.disagg.prefill.staging import Transposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
+from dynamo_lite.transfer.layout import plain_array, region_of_tensor
 
 BLOCK_TOKENS, HEAD_SIZE, LAYERS = 8, 3, 4
 
@@ -17,14 +17,12 @@ BLOCK_TOKENS, HEAD_SIZE, LAYERS = 8, 3, 4
 class Shape:
     """How an engine lies over its ranks.
 
-    planes: K and V apart, as (2, blocks, ...). heads_first: heads are outermost in a
-    block, else tokens. dtype: raw bits of bf16 or fp8. tokens: per block. opaque: whether the
-    metadata leaves out where the bytes of each token are.
+    heads_first: heads are outermost in a block, else tokens. dtype: raw bits of bf16 or fp8.
+    tokens: per block. opaque: whether the metadata leaves out where the bytes of each token are.
     """
 
     tensor: int = 1
     pipeline: int = 1
-    planes: bool = False
     heads_first: bool = True
     dtype: type = np.uint16
     tokens: int = BLOCK_TOKENS
@@ -68,7 +66,7 @@ class ShardedEngine:
             layers = range(stage * each, (stage + 1) * each)
             made = [self._layer(layer, mine, shape, blocks, mover) for layer in layers]
             self.shards.append([shard for shard, _ in made])
-            regions = tuple(region for _, found in made for region in found)
+            regions = tuple(region for _, region in made)
             self.ranks.append(
                 RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=regions)
             )
@@ -78,30 +76,27 @@ class ShardedEngine:
 
     def _layer(self, layer: int, heads: range, shape: Shape, blocks: int, mover: Mover):
         tokens = shape.tokens
-        values = HEAD_SIZE if shape.planes else 2 * HEAD_SIZE
         inner = (len(heads), tokens) if shape.heads_first else (tokens, len(heads))
-        memory = np.zeros((2, blocks, *inner, values) if shape.planes else (blocks, *inner, values))
-        memory = memory.astype(shape.dtype)
+        memory = np.zeros((blocks, *inner, 2 * HEAD_SIZE), shape.dtype)
         self._keep[-1].append(memory)
         address = memory.__array_interface__["data"][0]
         mover.register([(address, memory.nbytes)], "DRAM", 0)
-        logical = memory if shape.heads_first else np.swapaxes(memory, -3, -2)
+        logical = memory if shape.heads_first else np.swapaxes(memory, 1, 2)
         array = plain_array(logical.shape, logical.strides, logical.itemsize)
         assert array is not None
-        regions = regions_of_tensor(
+        region = region_of_tensor(
             str(layer),
             address=address,
             shape=logical.shape,
             strides_bytes=logical.strides,
             item_bytes=logical.itemsize,
             num_blocks=blocks,
-            heads_dim=len(logical.shape) - 3,
+            heads_dim=1,
             first_head=heads.start,
             tokens=tokens,
             arrays=() if shape.opaque else (array,),
         )
-        by_block = np.moveaxis(logical, 0, -2) if shape.planes else logical
-        return Shard(layer, heads, by_block), regions
+        return Shard(layer, heads, logical), region
 
     def transposer(self, index: int) -> Callable[[int], Transposer]:
         """Opens the staging memory of one of these ranks."""
@@ -147,14 +142,13 @@ def expected_of_tokens(
 
 
 def _kv(shard: Shard, tokens: np.ndarray) -> np.ndarray:
-    """[tokens, heads, values] of these tokens of the pool; of K and V apart, if they are."""
-    heads, values = shard.blocks.shape[1], shard.blocks.shape[3:]
+    """[tokens, heads, values] of these tokens of the pool."""
+    heads, values = shard.blocks.shape[1], shard.blocks.shape[3]
     head = shard.heads.start + np.arange(heads)[:, None]
     code = ((shard.layer + 1) * 31 + tokens[:, None, None]) * 31 + head
-    code = code * 31 + np.arange(np.prod(values))
+    code = code * 31 + np.arange(values)
     limit = np.iinfo(shard.blocks.dtype).max
-    numbers = (code % limit).astype(shard.blocks.dtype) + 1
-    return numbers.reshape(len(tokens), heads, *values)
+    return (code % limit).astype(shard.blocks.dtype) + 1
 
 
 def _by_block(kv: np.ndarray, tokens: int) -> np.ndarray:

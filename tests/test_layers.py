@@ -31,7 +31,6 @@ HOMES = {
     "vllm": ("vllm",),
     "nixl": ("transfer",),
     "torch": ("vllm",),
-    "triton": ("vllm",),
     "nats": ("runtime/nats", "disagg/queue"),
     "aetcd": ("runtime/etcd",),
     "aiohttp": ("forward", "runtime", "serve"),

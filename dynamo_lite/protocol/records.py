@@ -100,14 +100,12 @@ class KvArray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """One equally spaced run of blocks in one rank's memory.
+    """One layer's equally spaced run of blocks in one rank's memory.
 
-    Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`. A layer has one region if K
-    and V of a block are contiguous, and two if they are separate planes.
+    Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`.
     """
 
     layer: str
-    plane: Natural
     base: Natural
     stride_bytes: Positive
     block_bytes: Positive
@@ -234,8 +232,8 @@ def _end(region: KvRegion, num_blocks: int) -> int:
 
 
 def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
-    if len({(region.layer, region.plane) for region in rank.regions}) != len(rank.regions):
-        raise ProtocolError("two regions have the same layer and plane")
+    if len({region.layer for region in rank.regions}) != len(rank.regions):
+        raise ProtocolError("two regions have the same layer")
     for region in rank.regions:
         uneven = region.head_bytes and region.block_bytes % region.head_bytes
         beyond = _end(region, num_blocks) > _LIMIT

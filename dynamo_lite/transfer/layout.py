@@ -1,4 +1,7 @@
-"""Converts KV tensors, as shapes and strides, to regions. Pure."""
+"""Converts KV tensors, as shapes and strides, to regions. Pure.
+
+The first dimension of a tensor counts blocks, whatever their order in memory.
+"""
 
 from collections.abc import Sequence
 
@@ -6,17 +9,6 @@ from dynamo_lite.protocol.records import KvArray, KvRegion
 
 #: Dimension in vLLM's views of an attention layer: [blocks, heads, tokens, values].
 _DIMENSIONS = 4
-
-
-def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
-    """Returns the dimension of a KV tensor that counts blocks. Raises ValueError without one."""
-    for dim in range(min(2, len(shape))):
-        if shape[dim] == num_blocks:
-            return dim
-    raise ValueError(
-        f"KV tensor of shape {tuple(shape)}: neither of its first two dimensions is"
-        f" {num_blocks} blocks"
-    )
 
 
 def block_order(
@@ -28,14 +20,13 @@ def block_order(
     their number.
     """
     shape, strides, heads_dim = _whole_blocks(shape, strides, num_blocks, heads_dim)
-    behind = block_dimension(shape, num_blocks) + 1
-    sizes = [str(size) for size in shape[behind:]]
-    steps = [str(stride) for stride in strides[behind:]]
-    outermost = _is_outermost(shape, strides, behind, heads_dim)
+    sizes = [str(size) for size in shape[1:]]
+    steps = [str(stride) for stride in strides[1:]]
+    outermost = _is_outermost(shape, strides, heads_dim)
     if heads_dim is not None and outermost:
-        del sizes[heads_dim - behind], steps[heads_dim - behind]
+        del sizes[heads_dim - 1], steps[heads_dim - 1]
     elif heads_dim is not None:
-        sizes[heads_dim - behind] += " heads"
+        sizes[heads_dim - 1] += " heads"
     text = f"[{', '.join(sizes)}]/[{', '.join(steps)}]"
     return f"heads of {text}" if outermost else text
 
@@ -63,7 +54,7 @@ def plain_array(
     )
 
 
-def regions_of_tensor(
+def region_of_tensor(
     layer: str,
     *,
     address: int,
@@ -76,24 +67,24 @@ def regions_of_tensor(
     tokens: int = 0,
     arrays: tuple[KvArray, ...] = (),
     group: int = 0,
-) -> tuple[KvRegion, ...]:
-    """Returns the regions of one layer's KV tensor, for any backend's layout.
+) -> KvRegion:
+    """Returns the region of one layer's KV tensor, for any backend's layout.
 
     heads_dim: the dimension that counts KV heads, if there is one. first_head: index of the
     first one in the model. tokens, arrays: content of a block, if that is known.
     group: the layer's KV group.
 
-    The block dimension is the first or the second; a dimension before it (separate K and V)
-    gives one region per index. Or the first dimension counts a kernel's smaller blocks, and a
-    block is a run of these. The dimensions behind it must be dense, in any order. Raises
-    ValueError with the shape for anything else.
+    The first dimension counts blocks, or a kernel's smaller blocks, and a block is a run of
+    these. The dimensions behind it must be dense, in any order. Raises ValueError with the shape
+    for anything else.
     """
     what = f"layer {layer}: KV tensor of shape {tuple(shape)}, strides {tuple(strides_bytes)}"
     if tokens and heads_dim is not None:
         _check_kernel_blocks(what, shape, num_blocks, heads_dim, tokens)
     shape, strides_bytes, heads_dim = _whole_blocks(shape, strides_bytes, num_blocks, heads_dim)
-    dim = block_dimension(shape, num_blocks)
-    inner = sorted(zip(strides_bytes[dim + 1 :], shape[dim + 1 :], strict=True))
+    if not shape or shape[0] != num_blocks:
+        raise ValueError(f"{what}: its first dimension is not {num_blocks} blocks")
+    inner = sorted(zip(strides_bytes[1:], shape[1:], strict=True))
     block_bytes = item_bytes
     for stride, size in inner:
         if size == 1:
@@ -101,36 +92,29 @@ def regions_of_tensor(
         if stride != block_bytes:
             raise ValueError(f"{what}: a block is not dense")
         block_bytes *= size
-    if strides_bytes[dim] < block_bytes:
+    if strides_bytes[0] < block_bytes:
         raise ValueError(f"{what}: blocks overlap")
-    planes = range(shape[0]) if dim == 1 else range(1)
     head_bytes = 0
-    if heads_dim is not None and _is_outermost(shape, strides_bytes, dim + 1, heads_dim):
+    if heads_dim is not None and _is_outermost(shape, strides_bytes, heads_dim):
         head_bytes = block_bytes // shape[heads_dim]
-    return tuple(
-        KvRegion(
-            layer=layer,
-            plane=plane,
-            base=address + (plane * strides_bytes[0] if dim == 1 else 0),
-            stride_bytes=strides_bytes[dim],
-            block_bytes=block_bytes,
-            first_head=first_head,
-            head_bytes=head_bytes,
-            tokens=tokens if arrays else 0,
-            arrays=arrays,
-            group=group,
-        )
-        for plane in planes
+    return KvRegion(
+        layer=layer,
+        base=address,
+        stride_bytes=strides_bytes[0],
+        block_bytes=block_bytes,
+        first_head=first_head,
+        head_bytes=head_bytes,
+        tokens=tokens if arrays else 0,
+        arrays=arrays,
+        group=group,
     )
 
 
-def _is_outermost(
-    shape: Sequence[int], strides: Sequence[int], behind: int, heads_dim: int | None
-) -> bool:
+def _is_outermost(shape: Sequence[int], strides: Sequence[int], heads_dim: int | None) -> bool:
     """Whether a block is its heads one after the other, each of them contiguous."""
     if heads_dim is None:
         return False
-    inner = [dim for dim in range(behind, len(shape)) if shape[dim] > 1]
+    inner = [dim for dim in range(1, len(shape)) if shape[dim] > 1]
     return shape[heads_dim] == 1 or strides[heads_dim] == max(strides[dim] for dim in inner)
 
 

@@ -50,11 +50,11 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
     Raises IncompatiblePeer if this engine cannot provide some part of the peer's blocks, or
     has layers that the peer does not have.
     """
-    holders: dict[tuple[str, int], list[tuple[int, KvRegion]]] = {}
+    holders: dict[str, list[tuple[int, KvRegion]]] = {}
     for rank, metadata in enumerate(own):
         for region in metadata.regions:
-            holders.setdefault((region.layer, region.plane), []).append((rank, region))
-    wanted = {(region.layer, region.plane) for rank in remote for region in rank.regions}
+            holders.setdefault(region.layer, []).append((rank, region))
+    wanted = {region.layer for rank in remote for region in rank.regions}
     odd = sorted(wanted ^ holders.keys())
     if odd:
         raise IncompatiblePeer(
@@ -64,7 +64,7 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
     lanes: Lanes = {}
     for rank, metadata in enumerate(remote):
         for index, region in enumerate(metadata.regions):
-            found = holders[region.layer, region.plane]
+            found = holders[region.layer]
             if other := next((local for _, local in found if local.group != region.group), None):
                 raise IncompatiblePeer(
                     peer,
@@ -173,10 +173,9 @@ def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
         )
     staged: Lanes = {}
     for (holder, rank), mine in lanes.items():
-        whole = {(region.layer, region.plane): region for region in own[holder].regions}
+        whole = {region.layer: region for region in own[holder].regions}
         staged[holder, rank] = [
-            replace(lane, local=whole[lane.local.layer, lane.local.plane], staged=True)
-            for lane in mine
+            replace(lane, local=whole[lane.local.layer], staged=True) for lane in mine
         ]
     return staged
 

@@ -139,7 +139,6 @@ def units_of(layout: Layout, local_ids: Sequence[int], skip_tokens: int, count: 
 def _in_slot(remote: KvRegion, at: int) -> KvRegion:
     return KvRegion(
         layer=remote.layer,
-        plane=remote.plane,
         base=at,
         stride_bytes=remote.block_bytes,
         block_bytes=remote.block_bytes,

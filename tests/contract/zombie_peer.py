@@ -71,9 +71,7 @@ def register_memory(mover: NixlMover, pattern: np.ndarray) -> RankMetadata:
     """The blocks (one row each) as a rank's KV memory."""
     base = pattern.__array_interface__["data"][0]
     mover.register([(base, pattern.nbytes)], "DRAM", 0)
-    region = KvRegion(
-        layer="0", plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
-    )
+    region = KvRegion(layer="0", base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
     return RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
 
 

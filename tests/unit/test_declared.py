@@ -14,8 +14,8 @@ from tests.process.command import ROOT
 from tests.test_layers import imported_modules
 
 _OWN = {"dynamo_lite", "graphs"}
-#: A name of typeshed, for type checkers only; and what torch's builds for GPUs bring.
-_ELSEWHERE = {"_typeshed", "triton"}
+#: A name of typeshed, for type checkers only.
+_ELSEWHERE = {"_typeshed"}
 
 
 def _declared() -> set[str]:

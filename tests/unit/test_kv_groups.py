@@ -95,7 +95,7 @@ async def test_groups_that_do_not_fit_are_never_claimed(wrong):
 
 
 def region(group: int, layer: str = "0", base: int = 0, **more) -> KvRegion:
-    made = {"plane": 0, "stride_bytes": BLOCK_BYTES, "block_bytes": BLOCK_BYTES, **more}
+    made = {"stride_bytes": BLOCK_BYTES, "block_bytes": BLOCK_BYTES, **more}
     return KvRegion(layer=layer, base=base, group=group, **made)
 
 

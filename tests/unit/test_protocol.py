@@ -49,7 +49,6 @@ ENGINE = records.EngineMetadata(
             regions=(
                 records.KvRegion(
                     layer="model.layers.0",
-                    plane=0,
                     base=1 << 46,
                     stride_bytes=8192,
                     block_bytes=4096,

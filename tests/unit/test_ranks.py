@@ -59,9 +59,7 @@ class Memory:
         self.blocks = np.array([[fill(i)] * BLOCK_BYTES for i in range(BLOCKS)], np.uint8)
         base = self.blocks.__array_interface__["data"][0]
         mover.register([(base, self.blocks.nbytes)], "DRAM", 0)
-        region = KvRegion(
-            layer=layer, plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
-        )
+        region = KvRegion(layer=layer, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
         self.rank = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
 
     def written(self) -> dict[int, int]:

@@ -9,7 +9,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
-from dynamo_lite.transfer.layout import block_order, regions_of_tensor
+from dynamo_lite.transfer.layout import block_order, region_of_tensor
 from dynamo_lite.transfer.sharding import heads_of, hole, join, parts_of, writers
 from tests.shards import Shape, ShardedEngine, expected
 from tests.twins.mover import MemoryFabric, MemoryMover
@@ -29,18 +29,17 @@ def engine(fabric: MemoryFabric, name: str, shape: Shape, heads: int, *, truth: 
 @settings(max_examples=12, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 4, 8]),
-    planes=st.booleans(),
     dtype=st.sampled_from([np.uint8, np.uint16]),
     order=st.permutations(range(BLOCKS)),
     other_order=st.permutations(range(BLOCKS)),
     count=st.integers(1, BLOCKS),
 )
 def test_every_head_of_every_layer_lands_once(
-    prefill, decode, heads, planes, dtype, order, other_order, count
+    prefill, decode, heads, dtype, order, other_order, count
 ):
     fabric = MemoryFabric()
-    source = engine(fabric, "p", Shape(*prefill, planes, dtype=dtype), heads, truth=True)
-    target = engine(fabric, "d", Shape(*decode, planes, dtype=dtype), heads, truth=False)
+    source = engine(fabric, "p", Shape(*prefill, dtype=dtype), heads, truth=True)
+    target = engine(fabric, "d", Shape(*decode, dtype=dtype), heads, truth=False)
     local_ids, remote_ids = order[:count], other_order[:count]
 
     lanes = join("d", source.ranks, target.ranks)
@@ -96,7 +95,7 @@ def test_tokens_outermost_in_an_unknown_order_move_only_between_equal_ranks(size
 
 
 def one(heads=range(4), *, layer="0", tokens=8) -> RankMetadata:
-    regions = regions_of_tensor(
+    region = region_of_tensor(
         layer,
         address=0,
         shape=(8, len(heads), tokens, 4),
@@ -106,7 +105,7 @@ def one(heads=range(4), *, layer="0", tokens=8) -> RankMetadata:
         heads_dim=1,
         first_head=heads.start,
     )
-    return RankMetadata(agent=b"", memory="DRAM", device=0, regions=regions)
+    return RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,))
 
 
 def test_ranks_that_repeat_a_head_take_turns():
@@ -151,10 +150,10 @@ def test_what_cannot_be_joined_is_refused_with_both_sides_named(own, remote, com
 def test_blocks_without_heads_are_only_joined_whole():
     ranks: list[RankMetadata] = []
     for size in (8, 16):
-        region = regions_of_tensor(
+        region = region_of_tensor(
             "0", address=0, shape=(8, size), strides_bytes=(size, 1), item_bytes=1, num_blocks=8
         )
-        ranks.append(RankMetadata(agent=b"", memory="DRAM", device=0, regions=region))
+        ranks.append(RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,)))
     assert list(join("d", ranks[:1], ranks[:1])) == [(0, 0)]
     with pytest.raises(IncompatiblePeer, match="8 bytes that cannot be cut"):
         join("d", ranks[:1], ranks[1:])

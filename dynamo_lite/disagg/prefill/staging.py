@@ -116,7 +116,7 @@ class Staging:
         try:
             return StagingSlot(address, self._transposer.transpose(layout, units, offset))
         except Exception as exc:
-            # A kernel that does not compile or a device error must not end the engine's step.
+            # An error of the device must not end the engine's step.
             self._free.append(address)
             raise TransferError(write.target_engine, f"could not stage blocks: {exc}") from exc
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from dynamo_lite.disagg.prefill.staging import OpenTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.layout import block_order, regions_of_tensor
+from dynamo_lite.transfer.layout import block_order, region_of_tensor
 from dynamo_lite.vllm.engine.block_arrays import block_arrays, packing
 from dynamo_lite.vllm.engine.kv_groups import specs_of
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
@@ -94,7 +94,7 @@ def register(
             first = first_head(layer, heads, spec, config, rank_in_stage)
             if not isinstance(spec, MambaSpec):
                 arrays = block_arrays(layer, tensor, config, tokens)
-        regions += regions_of_tensor(
+        region = region_of_tensor(
             layer,
             address=tensor.data_ptr(),
             shape=tensor.shape,
@@ -107,6 +107,7 @@ def register(
             arrays=arrays,
             group=group,
         )
+        regions.append(region)
         orders.add(block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim))
     tensors = list(kv_caches.values())
     memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"

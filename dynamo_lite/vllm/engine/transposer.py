@@ -1,21 +1,12 @@
-"""The staging memory of a rank, and the conversion of blocks into it.
+"""The staging memory of a rank, and the conversion of blocks into it by torch's strided copies."""
 
-It uses a Triton kernel on CUDA and torch's strided copies elsewhere, with the same result.
-"""
-
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dynamo_lite.transfer.transpose import ArrayPlace, Layout, Units
 
-logger = logging.getLogger(__name__)
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: Copies units of KV into the slot at this offset of the staging memory.
-CopyUnits = Callable[[Layout, Units, int], None]
 
 
 class TorchTransposer:
@@ -30,7 +21,6 @@ class TorchTransposer:
         device = storages[0].device
         self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copy = _kernel(self._staging) or self._strided_copy
 
     @property
     def address(self) -> int:
@@ -47,7 +37,8 @@ class TorchTransposer:
             event.record()
         return event.query
 
-    def _strided_copy(self, layout: Layout, units: Units, offset: int) -> None:
+    def _copy(self, layout: Layout, units: Units, offset: int) -> None:
+        """Copies units of KV into the slot at this offset of the staging memory."""
         device = self._staging.device
         blocks = torch.from_numpy(units.blocks).to(device)
         numbers = torch.from_numpy(units.units).to(device)
@@ -85,15 +76,3 @@ def _view(
         tuple(shape),
         tuple(stride // word_bytes for stride in strides),
     )
-
-
-def _kernel(staging: torch.Tensor) -> CopyUnits | None:
-    """The Triton kernel, if it is available."""
-    if staging.device.type != "cuda":
-        return None
-    try:
-        from dynamo_lite.vllm.engine.transpose_kernel import KernelCopy
-    except ImportError as exc:
-        logger.warning("no Triton, so blocks are converted by slower copies: %s", exc)
-        return None
-    return KernelCopy(staging)

@@ -30,9 +30,9 @@ _CHANCE = 0xFF
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
-#: Constants that make the KV of the planes differ.
-_PLANE_SALTS = np.array([[0x0], [0xA5A5A5A5A5A5A5A5], [0x3C3C3C3C3C3C3C3C]], np.uint64)
-PLANES = len(_PLANE_SALTS)
+#: Constants that make the KV of the layers differ.
+_LAYER_SALTS = np.array([[0x0], [0xA5A5A5A5A5A5A5A5], [0x3C3C3C3C3C3C3C3C]], np.uint64)
+LAYERS = len(_LAYER_SALTS)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +76,8 @@ def extend_states(states: list[int], tokens: Iterable[int]) -> None:
 
 
 def kv_words(states: Sequence[int]) -> Words:
-    """The KV of these positions: shape (PLANES, len(states))."""
-    return np.array(states, np.uint64)[None, :] ^ _PLANE_SALTS
+    """The KV of these positions: shape (LAYERS, len(states))."""
+    return np.array(states, np.uint64)[None, :] ^ _LAYER_SALTS
 
 
 class Sampler:
@@ -122,10 +122,10 @@ _WORD_BYTES = 8
 
 
 class SimKvMemory:
-    """PLANES words per token: layer "0" in one plane, layer "1" with K and V apart.
+    """LAYERS words per token, one for each layer.
 
-    base: address of the first byte. dense: whether each plane's blocks lie back
-    to back, or the planes of a block do.
+    base: address of the first byte. dense: whether each layer's blocks lie back
+    to back, or the layers of a block do.
     """
 
     def __init__(self, num_blocks: int, block_size: int, base: int, *, dense: bool):
@@ -135,10 +135,10 @@ class SimKvMemory:
             base,
             dense,
         )
-        shape = (PLANES, num_blocks, block_size) if dense else (num_blocks, PLANES, block_size)
+        shape = (LAYERS, num_blocks, block_size) if dense else (num_blocks, LAYERS, block_size)
         self._words: Words = np.zeros(shape, np.uint64)
-        #: (PLANES, blocks, tokens), whatever the layout.
-        self._by_plane = self._words if dense else self._words.transpose(1, 0, 2)
+        #: (LAYERS, blocks, tokens), whatever the layout.
+        self._by_layer = self._words if dense else self._words.transpose(1, 0, 2)
         self.raw: npt.NDArray[np.uint8] = self._words.reshape(-1).view(np.uint8)
 
     def covers(self, address: int, length: int) -> bool:
@@ -150,28 +150,27 @@ class SimKvMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in one plane."""
+        """Of one block of one layer."""
         return self.block_size * _WORD_BYTES
 
     def regions(self) -> tuple[KvRegion, ...]:
         size = self.block_bytes
         step = self.num_blocks * size if self._dense else size
-        stride = size if self._dense else PLANES * size
+        stride = size if self._dense else LAYERS * size
         return tuple(
             KvRegion(
-                layer=str(min(index, 1)),
-                plane=max(index - 1, 0),
+                layer=str(index),
                 base=self.base + index * step,
                 stride_bytes=stride,
                 block_bytes=size,
             )
-            for index in range(PLANES)
+            for index in range(LAYERS)
         )
 
     def block_at(self, offset: int) -> int:
         """Which block the byte `offset` belongs to."""
         block = offset // self.block_bytes
-        return block % self.num_blocks if self._dense else block // PLANES
+        return block % self.num_blocks if self._dense else block // LAYERS
 
     def fill(self, block_ids: Sequence[int], start: int, states: Sequence[int]) -> None:
         """Writes the KV of the positions from `start` on of a sequence in these blocks."""
@@ -180,19 +179,19 @@ class SimKvMemory:
         while at < end:
             upto = min(end, (at // size + 1) * size)
             block, first = block_ids[at // size], at % size
-            self._by_plane[:, block, first : first + upto - at] = words[
+            self._by_layer[:, block, first : first + upto - at] = words[
                 :, at - start : upto - start
             ]
             at = upto
 
     def ends_with(self, block: int, state: int) -> bool:
         """Whether the block's last token has this state."""
-        return bool((self._by_plane[:, block, -1] == kv_words([state])[:, 0]).all())
+        return bool((self._by_layer[:, block, -1] == kv_words([state])[:, 0]).all())
 
     def read(self, block_ids: Sequence[int], count: int) -> Words:
-        """The KV of a sequence's first `count` positions: shape (PLANES, count)."""
+        """The KV of a sequence's first `count` positions: shape (LAYERS, count)."""
         used = block_ids[: -(-count // self.block_size)]
-        return self._by_plane[:, used].reshape(PLANES, -1)[:, :count]
+        return self._by_layer[:, used].reshape(LAYERS, -1)[:, :count]
 
 
 class PoolError(AssertionError):

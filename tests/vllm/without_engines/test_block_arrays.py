@@ -37,7 +37,6 @@ def test_what_vllm_s_cpu_kernel_has_packed_is_as_if_it_had_packed_it_there(isa, 
         head = size * 2 * head_size * 2
         region = KvRegion(
             layer="0",
-            plane=0,
             base=cache.data_ptr(),
             stride_bytes=heads * head,
             block_bytes=heads * head,

@@ -19,11 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
-from dynamo_lite.runtime.bounded_server import BoundedServer, UvicornHeadDeadline
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import PendingConnections
+from dynamo_lite.runtime.listening import PendingConnections, TcpServer
 from dynamo_lite.runtime.process.readiness import Probes
-from dynamo_lite.runtime.request_head import most_pending
+from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
@@ -66,13 +65,16 @@ class Probed:
         await self._app(scope, receive, send)
 
 
-class _Protocol(UvicornHeadDeadline, HttpToolsProtocol):
+class _Protocol(RequestHeadDeadline, HttpToolsProtocol):
     """uvicorn's protocol with limits on a request's head, whose size the parser does not limit."""
 
     max_head_bytes: int
     max_headers: int
     _head_bytes = 0
     _refused = False
+
+    def in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -113,7 +115,7 @@ def _protocol(options: HttpOptions, pending: PendingConnections) -> type[asyncio
     return type("LimitedProtocol", (_Protocol,), limits | {"pending": pending})
 
 
-class HttpServer(BoundedServer):
+class HttpServer(uvicorn.Server):
     """`start` returns when connections are accepted; `stop` is idempotent.
 
     refresh_s: how often the certificate's files are read again, if TLS is to refresh. on_drop:
@@ -130,11 +132,11 @@ class HttpServer(BoundedServer):
         on_drop: OnDrop = uncounted,
     ):
         self._options, self._refresh_s = options or HttpOptions(), refresh_s
-        pending = PendingConnections(most_pending(), lambda: on_drop("http"))
+        self._pending = PendingConnections(most_pending(), lambda: on_drop("http"))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(self._options, pending),
+                http=_protocol(self._options, self._pending),
                 ws="none",
                 lifespan="on",
                 # The process has already configured logging.
@@ -142,11 +144,10 @@ class HttpServer(BoundedServer):
                 log_level=self._options.log_level,
                 access_log=self._options.access_log,
                 timeout_keep_alive=self._options.keep_alive_s,
-                backlog=_BACKLOG,
-            ),
-            pending,
+            )
         )
         self._sock = sock
+        self._listening: TcpServer | None = None
         self._ticks: asyncio.Task[None] | None = None
         self._stack = contextlib.AsyncExitStack()
 
@@ -165,8 +166,12 @@ class HttpServer(BoundedServer):
             access.addFilter(quiet)
             self._stack.callback(access.removeFilter, quiet)
         self.lifespan = self.config.lifespan_class(self.config)
+        context, make, pending = self.config.ssl, self._connection, self._pending
+        tls = None if context is None else lambda: context
+        self._listening = TcpServer(self._sock, make, pending, tls, backlog=_BACKLOG)
         try:
-            await self.startup(sockets=[self._sock])
+            await self.startup(sockets=[])  # everything but the listening
+            await self._listening.start()
         except StartupError:
             await self.lifespan.shutdown()
             await self._stack.aclose()
@@ -201,6 +206,18 @@ class HttpServer(BoundedServer):
                     self.force_exit = True
                     await stopping
                     await ticks
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._listening is not None:
+            await self._listening.close()
+        await super().shutdown(sockets=sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(
+            config=self.config,  # pyright: ignore[reportCallIssue]
+            server_state=self.server_state,  # pyright: ignore[reportCallIssue]
+            app_state=self.lifespan.state,  # pyright: ignore[reportCallIssue]
+        )
 
 
 async def _refresh(context: ssl.SSLContext, tls: TlsOptions, every_s: float) -> None:
