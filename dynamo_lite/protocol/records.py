@@ -74,7 +74,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     #: Version of dynamo-lite in that process, for display; empty before 0.2.0.
     version: str = ""
-    #: The process's WIRE_VERSION; 0: not said, before 0.2.0.
+    #: The process's WIRE_VERSION; 0, which fits no process, if the record does not say it.
     wire_version: Natural = 0
     #: Only of a stock engine: the process of this record stands for it.
     engine: StockEngine | None = None

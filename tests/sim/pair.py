@@ -194,7 +194,6 @@ class Pair:
         await self.decode.submit(
             GenerateRequest(
                 request_id=name,
-                client_id="c",
                 prompt_token_ids=prompt,
                 sampling=sampling_to_bytes(sampling),
                 arrival_time=0.0,
