@@ -358,7 +358,6 @@ RECORDS_SENT = [
             notify_port=61005,
         ),
     ),
-    records.EngineRecord(checksum="00ff", metadata=msgspec.Raw(b'{"engine_id":"e1"}')),
 ]
 
 _SAID = [
