@@ -45,7 +45,6 @@ class DirectClient:
         after a minute."""
         request = GenerateRequest(
             request_id=f"bench-{next(self._numbers)}",
-            client_id="",
             prompt_token_ids=[TOKEN_ID] * _PROMPT_TOKENS,
             sampling=msgspec.msgpack.encode({"max_tokens": tokens, "temperature": 1.0}),
             arrival_time=time.time(),

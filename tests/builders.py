@@ -10,7 +10,7 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, P
 from dynamo_lite.disagg.messages import BlockWrite, DecodeStep
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
@@ -90,7 +90,7 @@ def endpoint_record(
         namespace=namespace,
         lease_id=lease_id,
         transport=EndpointTransport(nats_tcp=subject or usual, stream=stream, tls=tls),
-        **fields,
+        **({"wire_version": WIRE_VERSION} | fields),
     )
 
 
@@ -180,7 +180,6 @@ def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:
 
 def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "client_id": "",
         "prompt_token_ids": [1, 2, 3],
         "sampling": b"\x80",
         "arrival_time": 1.0,

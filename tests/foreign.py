@@ -97,7 +97,6 @@ def forged() -> list[bytes]:
         encode(
             GenerateRequest(
                 request_id="r1",
-                client_id="c1",
                 prompt_token_ids=[1],
                 sampling=b"\x80",
                 arrival_time=1.0,

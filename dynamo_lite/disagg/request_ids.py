@@ -45,20 +45,11 @@ class RequestIds:
         return own
 
     def leave(self, request_ids: Iterable[str]) -> list[str]:
-        """Removes aborted requests. Returns the own names of those that ran."""
+        """Removes requests. Returns the own names of those that ran."""
         found = (self._own.pop(request_id, None) for request_id in request_ids)
         return [own for own in found if own is not None]
 
     def running(self, own: str) -> str | None:
         """The caller's id of a request that runs; None for other names."""
-        return self.caller(own, ended=False)
-
-    def caller(self, own: str, *, ended: bool) -> str | None:
-        """The caller's id for an output; None when its request was aborted. ended: it is the last
-        output."""
         request_id = own.rpartition("#")[0]
-        if self._own.get(request_id) != own:
-            return None
-        if ended:
-            del self._own[request_id]
-        return request_id
+        return request_id if self._own.get(request_id) == own else None

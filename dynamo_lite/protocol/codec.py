@@ -3,11 +3,9 @@
 Every decoder validates against the message's type. Nothing else is accepted from the network, and
 nothing is ever unpickled.
 
-A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
-would fill in its own.
-
 Messages evolve by defaulted fields only. WIRE_VERSION is raised when an old peer would misread a
-new message.
+new message. It is in a member's record, in the `Hello` of a connection, and in a job, which may
+outlive its sender. These always contain it: a peer of another version would fill in its own.
 """
 
 import contextlib

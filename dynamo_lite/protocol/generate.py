@@ -47,8 +47,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before)."""
 
     request_id: RequestId
-    #: Client id from the `Hello` of the connection that takes the deltas.
-    client_id: str
     #: Of a prompt of embeddings: zeros, one for each.
     prompt_token_ids: list[TokenId]
     #: The engine's own sampling parameters, msgpack; opaque here.
@@ -78,7 +76,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     moved: bool = False
     #: Requests with the same session prefer the same worker.
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-    wire_version: int = WIRE_VERSION
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

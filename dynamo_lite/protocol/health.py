@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId
 
 
@@ -19,7 +19,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     #: What is wrong if not ok.
     detail: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    wire_version: int = WIRE_VERSION
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):

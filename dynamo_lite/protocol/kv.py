@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Count
 from dynamo_lite.protocol.records import LeaseId, Natural
 
@@ -62,7 +62,6 @@ class KvNotice(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[KvChange] = []
     #: Tokens per block; 0 if the worker does not publish what it holds.
     block_size_tokens: Count = 0
-    wire_version: int = WIRE_VERSION
 
 
 decode_kv_notice: Decoder[KvNotice] = Decoder(KvNotice)

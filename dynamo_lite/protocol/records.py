@@ -1,11 +1,10 @@
 """Records kept in etcd, as JSON. Each is bound to its owner's lease."""
 
-import hashlib
 from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 
 #: Sizes and addresses have at most 63 bits.
@@ -74,7 +73,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     #: Version of dynamo-lite in that process, for display; empty before 0.2.0.
     version: str = ""
-    #: The process's WIRE_VERSION; 0: not said, before 0.2.0.
+    #: The process's WIRE_VERSION; 0, which fits no process, if the record does not say it.
     wire_version: Natural = 0
     #: Only of a stock engine: the process of this record stands for it.
     engine: StockEngine | None = None
@@ -153,7 +152,7 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill worker needs to write into a decode engine's blocks.
 
-    Stored at `names.nixl_metadata_key(namespace, engine_id)` by `encode_engine`; loaded lazily.
+    Stored at `names.nixl_metadata_key(namespace, engine_id)`; loaded lazily, by `decode_engine`.
     """
 
     engine_id: str
@@ -187,44 +186,14 @@ class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
     next_try: float | None = None
 
 
-class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An EngineMetadata as it is stored."""
-
-    #: Checksum of the exact bytes of `metadata`.
-    checksum: str
-    metadata: msgspec.Raw
-
-
-def encode_engine(metadata: EngineMetadata) -> bytes:
-    raw = encode_json(metadata)
-    return encode_json(EngineRecord(checksum=_checksum(raw), metadata=msgspec.Raw(raw)))
-
-
 def decode_engine(data: bytes) -> EngineMetadata:
-    """Raises ProtocolError when the record is malformed, was changed, or cannot be true.
-
-    A slightly wrong address would still be valid memory of another owner, and NIXL cannot load an
-    agent again after it once accepted half of its blob: hence the checksum.
-    """
-    record = decode_json(data, EngineRecord)
-    raw = bytes(record.metadata)
-    if record.checksum != _checksum(raw):
-        raise ProtocolError("the engine's metadata was changed: its checksum does not match")
-    metadata = decode_json(raw, EngineMetadata)
-    _check_engine(metadata)
-    return metadata
-
-
-def _check_engine(metadata: EngineMetadata) -> None:
-    """Raises ProtocolError when the memory layout that it describes is impossible."""
+    """Raises ProtocolError when the record is malformed, or its memory layout is impossible."""
+    metadata = decode_json(data, EngineMetadata)
     for rank in metadata.ranks:
         _check_regions(rank, metadata.num_blocks)
         for region in rank.regions:
             _check_arrays(region, metadata.block_size_tokens)
-
-
-def _checksum(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+    return metadata
 
 
 def _end(region: KvRegion, num_blocks: int) -> int:

@@ -1,10 +1,13 @@
-"""Messages between Frontends and a router in a process of its own."""
+"""Messages between Frontends and a router in a process of its own.
+
+A Frontend's roster has no routers of another wire version, so it asks none of them.
+"""
 
 from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Adapter, RequestId, TokenId
 from dynamo_lite.protocol.records import LeaseId
 
@@ -23,7 +26,6 @@ class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Its KV depends on images or other media, or embeddings.
     media: bool = False
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-    wire_version: int = WIRE_VERSION
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,7 +47,6 @@ class RequestOutcomes(msgspec.Struct, frozen=True, kw_only=True):
     answered: list[RequestId] = []
     #: Requests that have ended, or were not accepted.
     released: list[RequestId] = []
-    wire_version: int = WIRE_VERSION
 
 
 decode_pick_request: Decoder[PickRequest] = Decoder(PickRequest)

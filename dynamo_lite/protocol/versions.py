@@ -1,8 +1,8 @@
 """Which versions may work together, and the sentences that refuse the others.
 
 Processes of different releases of dynamo-lite work together while they have the same
-`WIRE_VERSION`. Records of processes before 0.2.0 do not contain versions. These processes are
-accepted, and each of their messages is checked instead.
+`WIRE_VERSION`. It is checked once for each member and connection, and in jobs. A process is no
+member to one of another version, which neither sends it messages nor takes its own.
 """
 
 from dynamo_lite import __version__
@@ -11,13 +11,13 @@ from dynamo_lite.protocol.records import EndpointRecord
 
 
 def unsupported(wire_version: int) -> str:
-    """Why a message of this version is refused."""
+    """Why a connection or a job of this version is refused."""
     return f"unsupported wire version {wire_version}: this process has {WIRE_VERSION}"
 
 
 def misfit(record: EndpointRecord) -> str:
     """Why this process and the member cannot work together; empty when they can."""
-    if record.wire_version in (0, WIRE_VERSION):
+    if record.wire_version == WIRE_VERSION:
         return ""
     return (
         f"{record.component} {record.lease_id:x} on {record.host or 'an unknown host'} runs"

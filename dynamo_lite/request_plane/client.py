@@ -72,7 +72,7 @@ class RemoteGenerateClient:
             await asyncio.wait(closed)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
-        """Submits `request` to `member`, with this client's own `client_id`.
+        """Submits `request` to `member`.
 
         Raises DeadlineExceeded, Unavailable or Refused. If it raises or is cancelled, no delta of
         the request is passed on, before or after.

@@ -5,8 +5,6 @@ import logging
 import ssl
 from collections.abc import Iterable
 
-import msgspec
-
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
@@ -185,7 +183,6 @@ class Connection(FrameConnection):
 
     def _frame_of(self, request: GenerateRequest) -> bytes:
         """Raises Refused when the request is too large for a frame."""
-        request = msgspec.structs.replace(request, client_id=self._client_id)
         payload = encode(Submit(request_id=request.request_id, request=encode(request)))
         text = len(payload) - len(request.inputs or b"")
         if text > MAX_MESSAGE_BYTES:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
-from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
 from dynamo_lite.protocol.generate import (
     Accepted,
@@ -20,7 +20,6 @@ from dynamo_lite.protocol.generate import (
     decode_generate_request,
 )
 from dynamo_lite.protocol.options import AdmissionOptions
-from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, STALL_TIMEOUT_S
@@ -244,7 +243,7 @@ class GenerateServer:
         The task is cancelled when the session ends. Unless that happens, one reply is sent.
         """
         try:
-            request = self._decode(session, request_id, payload)
+            request = self._decode(request_id, payload)
             self._check(session, request)
         except Refused as exc:
             session.reply(request_id, _refusal(exc))
@@ -258,20 +257,18 @@ class GenerateServer:
         one.handover = self._handovers.start(self._try(request), name=f"hand over {request_id}")
         one.handover.add_done_callback(partial(self._tried, one))
 
-    def _decode(self, session: Session, request_id: str, payload: bytes) -> GenerateRequest:
+    def _decode(self, request_id: str, payload: bytes) -> GenerateRequest:
         """Raises Refused."""
         try:
             request = decode_generate_request(payload)
             if len(payload) - len(request.inputs or b"") > MAX_MESSAGE_BYTES:
                 raise ProtocolError(f"more than {MAX_MESSAGE_BYTES} bytes beside its inputs")
-            if (request.request_id, request.client_id) != (request_id, session.client_id):
-                raise ProtocolError("its ids are not those of its frame and its connection")
+            if request.request_id != request_id:
+                raise ProtocolError("its id is not that of its frame")
         except ProtocolError as exc:
             logger.warning("request %s: refused: %s", request_id, exc)
             self.on_drop("generate")
             raise Refused(str(exc), elsewhere=False) from exc
-        if request.wire_version != WIRE_VERSION:
-            raise Refused(unsupported(request.wire_version), elsewhere=True)
         return request
 
     async def _try(self, request: GenerateRequest) -> Exception | None:

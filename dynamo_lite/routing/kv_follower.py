@@ -14,8 +14,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.kv import (
     KvChange,
     KvCleared,
@@ -25,7 +24,6 @@ from dynamo_lite.protocol.kv import (
     Load,
     decode_kv_notice,
 )
-from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.runtime.drops import OnDrop, counted
 from dynamo_lite.runtime.members.roster import Roster
@@ -125,8 +123,6 @@ class KvFollower:
 
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
-        if notice.wire_version != WIRE_VERSION:
-            raise ProtocolError(unsupported(notice.wire_version))
         if (member := self._roster.get(notice.lease_id)) is None:
             self._notices.labels("unknown").inc()
             return

@@ -52,7 +52,6 @@ def generate_request(
         raise VLLMValidationError(f"Not served here: {exc}") from exc
     message = GenerateRequest(
         request_id=request.request_id,
-        client_id="",  # filled in by the transport
         prompt_token_ids=request.prompt_token_ids or _zeros(request),
         sampling=sampling,
         arrival_time=request.arrival_time,

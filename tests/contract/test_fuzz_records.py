@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode, encode_json
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, decode_engine, encode_engine
+from dynamo_lite.protocol.records import EngineMetadata, decode_engine
 from dynamo_lite.runtime.members.roster import Roster
 from tests.builders import endpoint_record, key_of, members_when
 from tests.hostile import Spoiler
@@ -53,7 +53,7 @@ def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
                 assert member.transport.nats_tcp.isascii() and " " not in member.transport.nats_tcp
             kept = {key_of(endpoint_record(m.lease_id)) for m in members}
             stored = await store.get_prefix(PREFIX)
-            assert drops["record"] >= len(stored.keys() - kept)
+            assert drops["record"] + drops["version"] >= len(stored.keys() - kept)
 
     asyncio.run(main())
 
@@ -63,8 +63,7 @@ def impossible(rng: Random, true: EngineMetadata) -> EngineMetadata | None:
     spoiler = Spoiler(rng)
     for _ in range(20):
         with contextlib.suppress(ProtocolError):
-            changed = spoiler.spoil(encode_json(true))
-            return decode_engine(encode_engine(decode_json(changed, EngineMetadata)))
+            return decode_engine(spoiler.spoil(encode_json(true)))
     return None
 
 
@@ -85,7 +84,7 @@ def test_impossible_metadata_fails_the_attempt_and_touches_nothing_else(rng: Ran
         assert sent == {f"p-{attempt}"}
         return failures
 
-    target = impossible(rng, decode_engine(encode_engine(decode.known())))
+    target = impossible(rng, decode_engine(encode_json(decode.known())))
     if target is not None:
         write("a1", target)
     assert prefill.memory.written() == own

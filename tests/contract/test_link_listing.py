@@ -3,7 +3,7 @@
 from dynamo_lite.cli.listing import Place, link_rows
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.records import LinkRecord, encode_engine
+from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.builders import endpoint_record, engine_metadata, register
 
@@ -19,7 +19,7 @@ async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):
         await register(store, endpoint_record(0x1, "VllmWorker", namespace=namespace))
         for engine_id, number in (("d1", 2), ("d2", 1)):
             engine = engine_metadata(engine_id, number)
-            await store.put(names.nixl_metadata_key(namespace, engine_id), encode_engine(engine))
+            await store.put(names.nixl_metadata_key(namespace, engine_id), encode_json(engine))
         await store.put(names.nixl_metadata_key(namespace, "d3"), b"{}")
         link = LinkRecord(
             prefill_lease_id=lease.id, engine_id="d1", decode_lease_id=2, detail="broken"

@@ -16,10 +16,9 @@ from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.protocol.prefill import Done, Held, decode_claim, decode_done
-from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import engine_metadata, prefill_job
@@ -101,7 +100,7 @@ async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str
         store.lease(30) as lease,
         queue,
     ):
-        metadata = encode_engine(engine_metadata("e1", lease.id, num_blocks=16))
+        metadata = encode_json(engine_metadata("e1", lease.id, num_blocks=16))
         await store.put(names.nixl_metadata_key(*engine), metadata, lease=lease)
         await queue.push(encode(prefill_job("a1", engine_id="e1")), message_id="a1")
         said = await done.get()

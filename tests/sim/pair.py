@@ -16,9 +16,10 @@ from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.protocol.records import decode_engine, encode_engine
+from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
@@ -151,7 +152,7 @@ class Pair:
         self.decode = await self.engine("decode", role)
         [metadata] = self.decode.metadata
         key = names.nixl_metadata_key("t", metadata.engine_id)
-        await store.put(key, encode_engine(metadata))
+        await store.put(key, encode_json(metadata))
         role = PrefillEngineConfig(cells_path="", min_prefix_read_length=4, queue=QUEUE)
         self.prefill = await self.engine("prefill", role)
         parts = WriterParts(
@@ -194,7 +195,6 @@ class Pair:
         await self.decode.submit(
             GenerateRequest(
                 request_id=name,
-                client_id="c",
                 prompt_token_ids=prompt,
                 sampling=sampling_to_bytes(sampling),
                 arrival_time=0.0,

@@ -160,7 +160,6 @@ class SimFrontend:
     def _message(self, ask: Ask) -> GenerateRequest:
         return GenerateRequest(
             request_id=ask.request_id,
-            client_id="",
             prompt_token_ids=list(ask.prompt),
             sampling=sampling_to_bytes(ask.sampling),
             arrival_time=0.0,

@@ -14,7 +14,7 @@ from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import (
     Claim,
@@ -25,7 +25,7 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_done,
 )
-from dynamo_lite.protocol.records import EngineMetadata, decode_engine, encode_engine
+from dynamo_lite.protocol.records import EngineMetadata, decode_engine
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tracing import Tracer
@@ -224,7 +224,7 @@ async def working(
     """serving: whether the decode engine answers claims."""
     rig = Rig(links=links, tracer=tracer)
     serve = rig.messaging.serve
-    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
+    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_json(TARGET))
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         await enter(rig.queue)

@@ -35,7 +35,6 @@ class Worker:
         self.first = FirstTokens(self.registry, self.clock)
         self.request = GenerateRequest(
             request_id="r",
-            client_id="c",
             prompt_token_ids=[1, 2, 3, 4, 5],
             sampling=b"",
             arrival_time=0.0,

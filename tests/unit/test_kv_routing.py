@@ -55,7 +55,6 @@ class Router:
         self.last = f"r{next(self._ids)}"
         request = GenerateRequest(
             request_id=self.last,
-            client_id="",
             prompt_token_ids=prompt,
             sampling=b"",
             arrival_time=1.0,

@@ -137,7 +137,6 @@ class Engine:
 def generation(headers: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r1",
-        client_id="c",
         prompt_token_ids=[1, 2, 3],
         sampling=b"",
         arrival_time=0.0,

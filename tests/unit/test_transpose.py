@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine, encode_engine
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
@@ -187,7 +188,7 @@ def test_arrays_that_are_not_a_peer_s_blocks_are_no_metadata(changed):
             num_blocks=BLOCKS,
             ranks=ranks,
         )
-        return encode_engine(metadata)
+        return encode_json(metadata)
 
     region = rank.regions[0]
     [array] = region.arrays

@@ -66,7 +66,6 @@ class Direct:
             sampling["skip_reading_prefix_cache"] = True
         request = GenerateRequest(
             request_id=request_id,
-            client_id="",
             prompt_token_ids=prompt,
             sampling=sampling_to_bytes(SamplingParams(**sampling)),
             arrival_time=time.time(),

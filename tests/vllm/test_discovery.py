@@ -70,8 +70,7 @@ def test_etcdctl_shows_every_endpoint_under_its_lease(disagg: Graph):
 
 def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     """The decode engine's memory; prefill engines are not written into."""
-    metadata = [v for k, v in listing(disagg).items() if k.startswith("dynamo/nixl_metadata/")]
-    (engine,) = [record["metadata"] for record in metadata]
+    (engine,) = [v for k, v in listing(disagg).items() if k.startswith("dynamo/nixl_metadata/")]
     assert f"{engine['lease_id']:x}" == disagg.process("VllmWorker").lease
     assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
     # A decode engine waits for the last write of a lost writer by its own time-to-live.

@@ -15,10 +15,8 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
-from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.members.roster import Members, Roster
@@ -187,8 +185,6 @@ class HealthMonitor:
     async def _on_heartbeat(self, payload: bytes) -> None:
         try:
             heartbeat = decode_heartbeat(payload)
-            if heartbeat.wire_version != WIRE_VERSION:
-                raise ProtocolError(unsupported(heartbeat.wire_version))
         except ProtocolError:
             self._drop("malformed")
             raise

@@ -10,14 +10,13 @@ import msgspec
 
 from dynamo_lite.disagg.engine import DecodeEngine, KvEvents
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, Leave
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.prefill import decode_first_token
-from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
@@ -203,7 +202,7 @@ class LoadedWorker:
             first_token = names.first_token_subject(namespace, metadata.engine_id)
             await enter(host.messaging.serve(first_token, on_first_token))
             key = names.nixl_metadata_key(namespace, metadata.engine_id)
-            await host.keys.hold(key, encode_engine(metadata))
+            await host.keys.hold(key, encode_json(metadata))
         metrics = names.endpoint_subject(namespace, component, "load_metrics", host.lease.id)
         await enter(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=engine.model)

@@ -8,20 +8,16 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.live_options import Values, applied
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.routing import (
     Chosen,
     NobodyKnown,
-    PickRequest,
-    RequestOutcomes,
     decode_fates,
     decode_pick_request,
 )
-from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.routing.kv_follower import KvFollower
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.drops import counted
@@ -115,7 +111,6 @@ class Router:
 
     async def _on_pick(self, payload: bytes) -> bytes:
         asked = decode_pick_request(payload)
-        _check_version(asked)
         assert self._workers is not None and self._picker is not None
         members = self._workers.members
         without = self._workers.lease_ids - set(asked.candidates)
@@ -123,7 +118,6 @@ class Router:
             return encode(NobodyKnown())
         request = GenerateRequest(
             request_id=_own_id(asked.client, asked.request_id),
-            client_id="",
             prompt_token_ids=asked.prompt_token_ids,
             sampling=b"",
             arrival_time=0.0,
@@ -142,7 +136,6 @@ class Router:
 
     async def _on_fates(self, payload: bytes) -> None:
         fates = decode_fates(payload)
-        _check_version(fates)
         assert self._picker is not None
         placed = self._placed.get(fates.client, set())
         for request_id in fates.answered:
@@ -169,11 +162,6 @@ class Router:
         for client in left:
             for request_id in self._placed.pop(client, ()):
                 self._picker.released(request_id)
-
-
-def _check_version(message: PickRequest | RequestOutcomes) -> None:
-    if message.wire_version != WIRE_VERSION:
-        raise ProtocolError(unsupported(message.wire_version))
 
 
 def _own_id(client: int, request_id: str) -> str:

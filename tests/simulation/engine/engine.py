@@ -197,9 +197,10 @@ class SimEngine:
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""
         own = delta.request_id
-        caller = self._ids.caller(own, ended=delta.finish_reason is not None)
-        if caller is None:
+        if (caller := self._ids.running(own)) is None:
             return None
+        if delta.finish_reason is not None:
+            self._ids.leave([caller])
         left = self._first_tokens.settle(own, msgspec.structs.replace(delta, request_id=caller))
         # The simulated engines compute the same tokens.
         assert not isinstance(left, GenerateRequest)

@@ -190,7 +190,7 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         server.open_session("local", session)
         engine.submit = lambda request: cancel.step(take(engine, request))
         cancel.action = lambda: server.close_session(session)
-        request = encode(generate_request("b", client_id="local"))
+        request = encode(generate_request("b"))
         server.submit(session, "b", request)
         asyncio.get_running_loop().call_later(0.1, gate.set)
         await gate.wait()

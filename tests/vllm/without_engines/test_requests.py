@@ -200,7 +200,6 @@ def test_a_salt_keeps_prompts_apart_wherever_they_are_prefilled():
         prompt = list(range(8))
         asked = GenerateRequest(
             request_id="r1",
-            client_id="c1",
             prompt_token_ids=prompt,
             sampling=sampling_to_bytes(SamplingParams()),
             arrival_time=0.0,
