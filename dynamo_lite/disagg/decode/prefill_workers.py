@@ -14,7 +14,6 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -22,9 +21,6 @@ from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, 
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
-
-
-_LOG_EVERY_S = 60.0
 
 
 class WriterLinks:
@@ -37,8 +33,6 @@ class WriterLinks:
         self._namespace, self._engine_id, self._on_drop = namespace, engine_id, on_drop
         #: Why a link failed, by its key in the store.
         self._failed: dict[str, str] = {}
-        self._warned = False
-        self._limit = LogLimit(_LOG_EVERY_S)
 
     def __repr__(self) -> str:
         return f"WriterLinks({self._engine_id!r}, failed={sorted(self._failed)})"
@@ -51,26 +45,6 @@ class WriterLinks:
     def usable(self, members: Members) -> Members:
         """The members without a failed link."""
         return tuple(member for member in members if not self.trouble(member.lease_id))
-
-    def warn_if_none_usable(self, members: Members) -> None:
-        """Logs when live prefill workers exist and none is usable, and when that ends."""
-        usable = self.usable(members)
-        none = bool(members) and not usable
-        if none == self._warned:
-            return
-        if none and self._limit.allow() is not None:
-            self._warned = True
-            logger.warning(
-                "long prompts are computed locally: the links of all %d live prefill workers to"
-                " this engine have failed; link of worker %x: %s (`dynamo-lite ps --links` lists"
-                " all links)",
-                len(members),
-                members[0].lease_id,
-                self.trouble(members[0].lease_id),
-            )
-        elif not none:
-            self._warned = False
-            logger.info("%d live prefill workers, %d usable", len(members), len(usable))
 
     @contextlib.asynccontextmanager
     async def follow(
@@ -184,9 +158,6 @@ class PrefillWorkers:
     def trouble(self, lease_id: int) -> str:
         """Why the worker cannot work; empty if it responds and is healthy."""
         return "" if self._health is None else self._health.trouble(lease_id)
-
-    def warn_if_none_usable(self) -> None:
-        self._links.warn_if_none_usable(self.responsive)
 
     @property
     def responsive(self) -> Members:
