@@ -49,7 +49,7 @@ async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespac
         assert [m.lease_id for m in links.usable(members)] == [A]
         await store.delete(key)
         await eventually(lambda: not links.trouble(B))
-        assert len(turned) == 3
+        assert len(turned) == 4
 
 
 async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store, namespace: str):
@@ -96,4 +96,4 @@ async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
             await mark(store, "t", B)
             await eventually(lambda: links.trouble(B))
             assert not links.trouble(A)
-        assert len(turned) == 2
+        assert len(turned) == 3
