@@ -5,13 +5,15 @@
 """
 
 import asyncio
+import contextlib
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
+from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 #: How long a watch may take to show what is there when it begins.
 _LISTED_WITHIN_S = 10.0
@@ -124,15 +126,52 @@ class Store(Protocol):
         ...
 
 
-async def first_event(events: AsyncIterator[WatchEvent], prefix: str) -> WatchEvent:
-    """The first listing of a watch on `prefix`. Raises StoreUnavailable when it comes too late."""
-    try:
-        async with asyncio.timeout(_LISTED_WITHIN_S):
-            return await anext(events)
-    except TimeoutError as exc:
-        raise StoreUnavailable(
-            f"timeout: no listing of {prefix} within {_LISTED_WITHIN_S:g} s"
-        ) from exc
+def changes(event: WatchEvent, known: Iterable[str]) -> dict[str, bytes | None]:
+    """The keys of the event with their values; None: the key is gone.
+
+    known: the keys that the caller has. Those that a Snapshot does not have are gone.
+    """
+    match event:
+        case Snapshot(entries):
+            return {**dict.fromkeys(known), **entries}
+        case Put(key, value):
+            return {key: value}
+        case Delete(key):
+            return {key: None}
+
+
+@contextlib.asynccontextmanager
+async def following(
+    store: Store,
+    prefix: str,
+    take: Callable[[WatchEvent], Awaitable[None] | None],
+    on_failure: OnFailure = log_failure,
+) -> AsyncIterator[None]:
+    """Gives each event of a watch on `prefix` to `take`.
+
+    Entering waits until `take` has the first listing. Raises StoreUnavailable when it comes too
+    late. on_failure: of the task that gives the events after it.
+    """
+
+    async def give(event: WatchEvent) -> None:
+        if (taken := take(event)) is not None:
+            await taken
+
+    async def follow(events: AsyncIterator[WatchEvent]) -> None:
+        async for event in events:
+            await give(event)
+
+    async with store.watch(prefix) as events:
+        try:
+            async with asyncio.timeout(_LISTED_WITHIN_S):
+                first = await anext(events)
+        except TimeoutError as exc:
+            raise StoreUnavailable(
+                f"timeout: no listing of {prefix} within {_LISTED_WITHIN_S:g} s"
+            ) from exc
+        await give(first)
+        async with running(follow(events), name=f"follow {prefix}", on_failure=on_failure):
+            yield
 
 
 async def until_listed(listed: asyncio.Event, what: str) -> None:

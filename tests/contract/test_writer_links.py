@@ -49,7 +49,7 @@ async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespac
         assert [m.lease_id for m in links.usable(members)] == [A]
         await store.delete(key)
         await eventually(lambda: not links.trouble(B))
-        assert len(turned) == 3
+        assert len(turned) == 4
 
 
 async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store, namespace: str):
@@ -96,33 +96,4 @@ async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
             await mark(store, "t", B)
             await eventually(lambda: links.trouble(B))
             assert not links.trouble(A)
-        assert len(turned) == 2
-
-
-async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCaptureFixture):
-    links, members = (
-        WriterLinks("t", ENGINE),
-        (
-            endpoint_record(A, "PrefillWorker", "prefill"),
-            endpoint_record(B, "PrefillWorker", "prefill"),
-        ),
-    )
-    caplog.set_level("INFO")
-    async with MemoryStore() as store:
-        async with links.follow(store, lambda: links.warn_if_none_usable(members)):
-            await mark(store, "t", A)
-            await mark(store, "t", B)
-            await eventually(lambda: links.trouble(B))
-            links.warn_if_none_usable(members)
-            [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-            assert "all 2 live prefill workers" in warning
-            assert "link of worker 1a: broken from 1a" in warning and "ps --links" in warning
-            await store.delete(names.link_key("t", B, ENGINE))
-            await eventually(lambda: not links.trouble(B))
-            said = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
-            assert [line for line in said if "usable" in line] == [
-                "2 live prefill workers, 1 usable"
-            ]
-            await mark(store, "t", B)
-            await eventually(lambda: links.trouble(B))
-    assert sum(r.levelname == "WARNING" for r in caplog.records) == 1, "once a minute at most"
+        assert len(turned) == 3

@@ -54,5 +54,4 @@ def _at_rest(graph: Graph, free_blocks: int) -> bool:
         graph.count("VllmWorker", "dynamo_lite_kv_blocks_free") == free_blocks
         and graph.count("VllmWorker", "dynamo_lite_quarantined_attempts") == 0
         and graph.count("VllmWorker", "dynamo_lite_prefill_queue_depth") == 0
-        and graph.count("PrefillWorker", "dynamo_lite_prefill_queue_depth") == 0
     )

@@ -188,7 +188,6 @@ class ControlSession:
         self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:
-        self.workers.warn_if_none_usable()
         if not self.workers.usable:
             self._withdraw_queued(Outcome.NO_WRITER)
 

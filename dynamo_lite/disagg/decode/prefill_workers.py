@@ -14,17 +14,13 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
-from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
+from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
+from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 logger = logging.getLogger(__name__)
-
-
-_LOG_EVERY_S = 60.0
 
 
 class WriterLinks:
@@ -37,8 +33,6 @@ class WriterLinks:
         self._namespace, self._engine_id, self._on_drop = namespace, engine_id, on_drop
         #: Why a link failed, by its key in the store.
         self._failed: dict[str, str] = {}
-        self._warned = False
-        self._limit = LogLimit(_LOG_EVERY_S)
 
     def __repr__(self) -> str:
         return f"WriterLinks({self._engine_id!r}, failed={sorted(self._failed)})"
@@ -52,72 +46,36 @@ class WriterLinks:
         """The members without a failed link."""
         return tuple(member for member in members if not self.trouble(member.lease_id))
 
-    def warn_if_none_usable(self, members: Members) -> None:
-        """Logs when live prefill workers exist and none is usable, and when that ends."""
-        usable = self.usable(members)
-        none = bool(members) and not usable
-        if none == self._warned:
-            return
-        if none and self._limit.allow() is not None:
-            self._warned = True
-            logger.warning(
-                "long prompts are computed locally: the links of all %d live prefill workers to"
-                " this engine have failed; link of worker %x: %s (`dynamo-lite ps --links` lists"
-                " all links)",
-                len(members),
-                members[0].lease_id,
-                self.trouble(members[0].lease_id),
-            )
-        elif not none:
-            self._warned = False
-            logger.info("%d live prefill workers, %d usable", len(members), len(usable))
-
-    @contextlib.asynccontextmanager
-    async def follow(
+    def follow(
         self, store: Store, on_change: Callable[[], None], on_failure: OnFailure = log_failure
-    ) -> AsyncIterator[None]:
-        """Waits for the first listing. on_change: called from the event loop when a link has
-        failed or has recovered. Raises StoreUnavailable."""
-        prefix = names.links_prefix(self._namespace)
-        async with store.watch(prefix) as events:
-            self._apply(await first_event(events, prefix))
-            following = self._follow(events, on_change)
-            async with running(following, name="writer-links", on_failure=on_failure):
-                yield
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entering waits for the first listing. on_change: called from the event loop when a link
+        has failed or has recovered, also in that listing. Raises StoreUnavailable."""
 
-    async def _follow(
-        self, events: AsyncIterator[WatchEvent], on_change: Callable[[], None]
-    ) -> None:
-        async for event in events:
+        def take(event: WatchEvent) -> None:
             before = dict(self._failed)
-            self._apply(event)
+            for key, value in changes(event, before).items():
+                self._apply(key, value)
             if self._failed != before:
                 on_change()
 
-    def _apply(self, event: WatchEvent) -> None:
-        match event:
-            case Snapshot(entries):
-                self._failed.clear()
-                for key, value in entries.items():
-                    self._apply_record(key, value)
-            case Put(key, value):
-                self._apply_record(key, value)
-            case Delete(key):
-                self._failed.pop(key, None)
+        return following(store, names.links_prefix(self._namespace), take, on_failure)
 
-    def _apply_record(self, key: str, value: bytes) -> None:
-        if not key.endswith(f":{self._engine_id}"):
-            return
-        try:
-            record = decode_json(value, LinkRecord)
-            if key != names.link_key(self._namespace, record.prefill_lease_id, record.engine_id):
-                raise ProtocolError("the record names another key")
-        except ProtocolError as exc:
-            logger.warning("ignored an invalid link record at %s: %s", key, exc)
-            self._on_drop("record")
+    def _apply(self, key: str, value: bytes | None) -> None:
+        if value is None:
             self._failed.pop(key, None)
-        else:
-            self._failed[key] = record.detail
+        elif key.endswith(f":{self._engine_id}"):
+            try:
+                record = decode_json(value, LinkRecord)
+                worker, engine_id = record.prefill_lease_id, record.engine_id
+                if key != names.link_key(self._namespace, worker, engine_id):
+                    raise ProtocolError("the record names another key")
+            except ProtocolError as exc:
+                logger.warning("ignored an invalid link record at %s: %s", key, exc)
+                self._on_drop("record")
+                self._failed.pop(key, None)
+            else:
+                self._failed[key] = record.detail
 
 
 class PrefillWorkers:
@@ -184,9 +142,6 @@ class PrefillWorkers:
     def trouble(self, lease_id: int) -> str:
         """Why the worker cannot work; empty if it responds and is healthy."""
         return "" if self._health is None else self._health.trouble(lease_id)
-
-    def warn_if_none_usable(self) -> None:
-        self._links.warn_if_none_usable(self.responsive)
 
     @property
     def responsive(self) -> Members:

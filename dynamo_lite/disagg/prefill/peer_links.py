@@ -21,7 +21,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, LeaseLost, ProtocolErr
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.store import WatchEvent, changes
 
 logger = logging.getLogger(__name__)
 
@@ -117,18 +117,13 @@ class PeerLinks:
             self._mark(link, why, pause.delay_s)
 
     def _apply(self, event: WatchEvent) -> None:
-        match event:
-            case Snapshot(entries):
-                listed = {key.removeprefix(self._prefix): value for key, value in entries.items()}
-                # If the store has lost the record, its engine puts it again.
-                for engine_id in self._links.keys() - listed.keys():
-                    self._deleted(engine_id)
-                for engine_id, value in sorted(listed.items()):
-                    self._add(engine_id, value)
-            case Put(key, value):
-                self._add(key.removeprefix(self._prefix), value)
-            case Delete(key):
-                self._deleted(key.removeprefix(self._prefix))
+        known = [f"{self._prefix}{engine_id}" for engine_id in self._links]
+        for key, value in changes(event, known).items():
+            engine_id = key.removeprefix(self._prefix)
+            if value is None:  # if the store has lost the record, its engine puts it again
+                self._deleted(engine_id)
+            else:
+                self._add(engine_id, value)
 
     def _add(self, engine_id: str, value: bytes) -> None:
         if engine_id in self._links:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
@@ -91,14 +91,7 @@ class HealthMonitor:
         #: No member is marked as silent before.
         self._trusted_until = 0.0
         self._stack = contextlib.AsyncExitStack()
-        self._dropped: Counter | None = None
         if registry is not None:
-            self._dropped = Counter(
-                "dynamo_lite_beats_dropped",
-                "Heartbeats that were dropped, by reason",
-                ["reason"],
-                registry=registry,
-            )
             Gauge(
                 "dynamo_lite_workers_unresponsive",
                 "Members that are registered, but silent or unable to work",
@@ -183,22 +176,10 @@ class HealthMonitor:
     # Heartbeats
 
     async def _on_heartbeat(self, payload: bytes) -> None:
-        try:
-            heartbeat = decode_heartbeat(payload)
-        except ProtocolError:
-            self._drop("malformed")
-            raise
+        heartbeat = decode_heartbeat(payload)
         member = self._members.get(heartbeat.lease_id)
-        if member is None:
-            self._drop("unknown")
-        elif heartbeat.number <= member.number:
-            self._drop("late")
-        else:
+        if member is not None and heartbeat.number > member.number:
             self._update(heartbeat.lease_id, heartbeat)
-
-    def _drop(self, reason: str) -> None:
-        if self._dropped is not None:
-            self._dropped.labels(reason).inc()
 
     def _update(self, lease_id: int, heartbeat: Heartbeat | None) -> None:
         member = self._members.get(lease_id)

@@ -16,8 +16,8 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import LIVE_OPTIONS, Values, decode_live_options
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
-from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
+from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
+from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -56,34 +56,17 @@ class LiveOptions:
     @contextlib.asynccontextmanager
     async def following(self, on_failure: OnFailure = log_failure) -> AsyncIterator[None]:
         """Entering waits for the first listing of the store. Raises StoreUnavailable."""
-        async with self._store.watch(self._key) as events:
-            self._take(await first_event(events, self._key))
-            self._log()
-            name = f"options {self._key}"
-            async with running(self._follow(events), name=name, on_failure=on_failure):
-                yield
-
-    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
-        async for event in events:
-            before = self.values
-            self._take(event)
-            if self.values != before:
+        async with following(self._store, self._key, self._take, on_failure):
+            if not self.values:  # otherwise `_take` has logged them
                 self._log()
+            yield
 
     def _take(self, event: WatchEvent) -> None:
-        match event:
-            case Snapshot(entries):
-                self._apply(entries.get(self._key))
-            case Put(key, value) if key == self._key:
-                self._apply(value)
-            case Delete(key) if key == self._key:
-                self._apply(None)
-            case _:  # a component whose name begins with this one's
-                pass
-
-    def _apply(self, data: bytes | None) -> None:
+        found = changes(event, (self._key,))
+        if self._key not in found:
+            return  # a component whose name begins with this one's
         values: Values = {}
-        if data is not None:
+        if (data := found[self._key]) is not None:
             try:
                 values = decode_live_options(data, self._component)
             except ProtocolError as exc:
@@ -94,6 +77,7 @@ class LiveOptions:
         before, self.values = self.values, values
         if values != before:
             self._on_change(values)
+            self._log()
 
     def _log(self) -> None:
         # Tests and benchmarks read this line: it says when an engine follows, too.

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -14,8 +14,8 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
-from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, following
+from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +81,14 @@ class Roster:
     async def __aenter__(self) -> Self:
         """Raises StoreUnavailable when the first listing does not come in time."""
         async with contextlib.AsyncExitStack() as stack:
-            events = await stack.enter_async_context(self._store.watch(self._prefix))
-            self._apply(await first_event(events, self._prefix))
             stack.callback(self._forget_timer)
-            name, on_failure = f"roster {self._prefix}", self._on_failure
-            follower = running(self._follow(events), name=name, on_failure=on_failure)
+            follower = following(self._store, self._prefix, self._apply, self._on_failure)
             await stack.enter_async_context(follower)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
-        async for event in events:
-            self._apply(event)
 
     def _apply(self, event: WatchEvent) -> None:
         match event:

@@ -21,10 +21,6 @@ BLOCK_GAUGES = (
     ("dynamo_lite_kv_blocks_free", "KV blocks that a new request may take", "free_blocks"),
     ("dynamo_lite_kv_blocks_total", "KV blocks of the engine", "total_blocks"),
 )
-QUEUE_DEPTH = (
-    "dynamo_lite_prefill_queue_depth",
-    "Jobs on the prefill queue, waiting and in flight",
-)
 DECODE_GAUGES = (
     *BLOCK_GAUGES,
     (
@@ -32,7 +28,11 @@ DECODE_GAUGES = (
         "Withdrawn remote prefills whose blocks a writer may still touch",
         "quarantined",
     ),
-    (*QUEUE_DEPTH, "queue_jobs"),
+    (
+        "dynamo_lite_prefill_queue_depth",
+        "Jobs on the prefill queue, waiting and in flight",
+        "queue_jobs",
+    ),
     (
         "dynamo_lite_prefill_queue_tokens",
         "Prompt tokens to compute of these jobs, estimated from their size",

@@ -6,23 +6,18 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
-from prometheus_client import Gauge
 
 from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
 from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.disagg.queue.base import PrefillQueue
-from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
-from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, status_gauges
+from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
-
-_DEPTH_PERIOD_S = 2.0
 
 
 class PrefillWorker:
@@ -84,7 +79,6 @@ class PrefillWorker:
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
         for index in range(self._config.short_slots):
             host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
-        host.spawn(_watch_depth(host, queue), "queue-depth")
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
@@ -110,13 +104,3 @@ class PrefillWorker:
             return NOT_LOADED
         jobs, unfit = len(self._jobs.working), self._links.misfit
         return {**self._probe.facts(), "jobs": jobs, "unfit": unfit}
-
-
-async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
-    gauge = Gauge(*QUEUE_DEPTH, registry=host.registry)
-    while True:
-        try:
-            gauge.set((await queue.depth()).jobs)
-        except DynamoLiteError:
-            gauge.set(float("nan"))
-        await asyncio.sleep(_DEPTH_PERIOD_S)

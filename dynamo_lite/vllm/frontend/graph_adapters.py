@@ -6,9 +6,8 @@ whose name the configuration gives to another adapter is not served.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -30,8 +29,7 @@ from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.runtime.drops import OnDrop
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, first_event
-from dynamo_lite.runtime.tasks import running
+from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
 from dynamo_lite.vllm.frontend.edge import http_error
 
 logger = logging.getLogger(__name__)
@@ -64,20 +62,15 @@ class GraphAdapters:
     def __init__(self, records: AdapterStore, models: OpenAIServingModels, client: EngineClient):
         self._store, self._folder = records.store, records.folder
         self._namespace, self._on_drop = records.namespace, records.on_drop
-        self._prefix = names.adapters_prefix(records.namespace)
         self._models, self._client = models, client
         #: Those that this Frontend has entered for a record, by key.
         self._entered: dict[str, Adapter] = {}
         #: Held while the list of models is changed.
         self._changing = asyncio.Lock()
 
-    @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
+    def following(self) -> AbstractAsyncContextManager[None]:
         """Entering waits for the recorded adapters. Raises StoreUnavailable."""
-        async with self._store.watch(self._prefix) as events:
-            await self._take(await first_event(events, self._prefix))
-            async with running(self._follow(events), name="adapters"):
-                yield
+        return following(self._store, names.adapters_prefix(self._namespace), self._take)
 
     async def load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
         """Answers when one worker has loaded the adapter.
@@ -152,25 +145,10 @@ class GraphAdapters:
         async for _ in self._client.generate(prompt, params, request_id, lora_request=lora):
             pass
 
-    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
-        async for event in events:
-            await self._take(event)
-
     async def _take(self, event: WatchEvent) -> None:
         async with self._changing:
-            await self._apply(event)
-
-    async def _apply(self, event: WatchEvent) -> None:
-        match event:
-            case Snapshot(entries):
-                for key in self._entered.keys() - entries.keys():
-                    await self._leave(key)
-                for key, value in entries.items():
-                    await self._enter(key, value)
-            case Put(key, value):
-                await self._enter(key, value)
-            case Delete(key):
-                await self._leave(key)
+            for key, value in changes(event, self._entered).items():
+                await self._apply(key, value)
 
     async def _reread(self, key: str) -> None:
         """Brings the list of models up to a record, which another Frontend may have changed since.
@@ -180,7 +158,10 @@ class GraphAdapters:
                 value = await self._store.get(key)
             except DynamoLiteError as exc:
                 raise http_error(exc) from exc
-            await (self._leave(key) if value is None else self._enter(key, value))
+            await self._apply(key, value)
+
+    async def _apply(self, key: str, value: bytes | None) -> None:
+        await (self._leave(key) if value is None else self._enter(key, value))
 
     async def _enter(self, key: str, value: bytes) -> None:
         try:
