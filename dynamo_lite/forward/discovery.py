@@ -76,7 +76,8 @@ class Discovery:
         for name, engine in list(self._joined.items()):
             options, record = usable.get(name, (None, None))
             if record is None or (options, record.model) != (engine.options, engine.model):
-                self._remove(self._joined.pop(name))
+                logger.info("engine %s (%s) has left", name, engine.options.role)
+                engines.remove(self._joined.pop(name))
         for name, (options, record) in usable.items():
             lease = f"{record.lease_id:x}"
             if name not in self._joined:
@@ -91,8 +92,3 @@ class Discovery:
             if engines.unused.get(key) != why:  # each reason is logged once
                 logger.error("engine %s (lease %s) is not used: %s", *key, why.trouble)
         engines.unused = unused
-
-    def _remove(self, engine: KnownEngine) -> None:
-        logger.info("engine %s (%s) has left", engine.name, engine.options.role)
-        self._engines.remove(engine)
-        self._parts.placer.forget(engine)

@@ -83,9 +83,8 @@ class JoinedEngine:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
-        self._engines = KnownEngines(
-            (), PROTOCOLS[options.protocol], self._upstream, options.health_interval_s, None
-        )
+        protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
+        self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
         self._engine = self._engines.add(options, model=options.model)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
