@@ -8,9 +8,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.discovery import sort_out
 from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
 from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
