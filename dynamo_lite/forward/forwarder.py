@@ -10,13 +10,13 @@ import msgspec
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import KnownEngine, Unused, check_trust
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
+from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
-from dynamo_lite.runtime.address import advertised_address, host_port
+from dynamo_lite.runtime.address import advertised_address, host_port, local_url
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
@@ -142,7 +142,7 @@ class Forwarder:
         )
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)
-        return {"url": server_url(config, port)}
+        return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
 
     def _explaining(self, host: Host, forwarding: Forwarding) -> AbstractAsyncContextManager[None]:
         """Answers `dynamo-lite explain`."""

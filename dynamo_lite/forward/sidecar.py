@@ -17,11 +17,12 @@ from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import error
 from dynamo_lite.forward.engines import KnownEngine, engine_trust
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
+from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.named import AllowedHosts, NotAllowed, accepted
 from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
@@ -111,7 +112,7 @@ class Sidecar:
         self._server = server = ForwardServer(forwarding, own, sock, own_paths, tls=tls)
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)
-        return server_url(own, port)
+        return local_url(own.host, port, tls=tls is not None)
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""
