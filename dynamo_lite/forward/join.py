@@ -37,6 +37,7 @@ from dynamo_lite.runtime.process.stop import (
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -231,20 +232,11 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
             return code
         restart = _BACKOFF.after_exit(failures, loop.time() - began)
         failures = restart.failures
-        if await _stopped(restart.delay_s):
+        stop = StopRequest()
+        with stop_on_signals(stop):
+            await first_of(stop.wait(), timeout_s=restart.delay_s)
+        if stop.is_set:
             return EXIT_STOPPED
-
-
-async def _stopped(within_s: float) -> bool:
-    """Returns whether a stop signal came within this time."""
-    stop = StopRequest()
-    with stop_on_signals(stop):
-        try:
-            async with asyncio.timeout(within_s):
-                await stop.wait()
-        except TimeoutError:
-            return False
-    return True
 
 
 def _reporter(say: Callable[[str, str], None]) -> Report:
