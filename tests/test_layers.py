@@ -45,7 +45,7 @@ HOMES = {
 #: Files, and folders of files, with values in and values out.
 PURE = (
     *("disagg/attempts", "disagg/decision", "planner/policy"),
-    *("forward/protocols", "forward/choosing.py"),
+    *("forward/protocols", "forward/prompts.py"),
     *("request_plane/admission.py", "runtime/backoff.py"),
     *("routing/kv_chain.py", "routing/kv_index.py", "routing/kv_routing.py"),
     *("routing/pickers.py", "routing/worker_loads.py"),

@@ -138,13 +138,13 @@ def serve(
     from dynamo_lite.serve.command import check_quickly, run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
-    from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import config_file, load_graph
     from dynamo_lite.serve.launches import ServeRequest
     from dynamo_lite.serve.startup_checks import (
         check_planner_budget,
         check_stored_responses,
         check_urls,
+        settle_edge,
     )
     from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 

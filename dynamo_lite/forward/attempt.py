@@ -12,7 +12,6 @@ import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
@@ -47,11 +46,12 @@ class ForwardParts:
 
     def __init__(self, config: ForwarderConfig, *, by_load: bool = True):
         self.config, self.protocol = config, PROTOCOLS[config.protocol]
-        self.stats, sent = ForwardStats(), SentPrompts()
-        self.upstream = upstream = Upstream(config.idle_timeout_s)
-        every_s, followed = config.health_interval_s, sent if by_load else None
-        self.engines = KnownEngines(config.engines, self.protocol, upstream, every_s, followed)
-        self.placer = Placer(self.engines, config, sent)
+        self.stats, self.upstream = ForwardStats(), Upstream(config.idle_timeout_s)
+        every_s = config.health_interval_s
+        self.engines = KnownEngines(
+            config.engines, self.protocol, self.upstream, every_s, by_load=by_load
+        )
+        self.placer = Placer(self.engines, config)
 
     def facts(self) -> dict[str, Any]:
         """For `/health`."""

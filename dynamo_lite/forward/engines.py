@@ -15,6 +15,7 @@ from typing import Any
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.routing.worker_loads import REQUEST_LOAD_TOKENS
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -81,6 +82,8 @@ class KnownEngine:
     #: Requests at the engine that are not of this process.
     other_requests: int = 0
     kv_usage: float = 0.0
+    #: Number of its last turn, among all turns of all engines, by leg.
+    turns: dict[str, int] = field(default_factory=dict[str, int])
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options, or until a later leg fits.
@@ -125,6 +128,11 @@ class KnownEngine:
     def requests(self) -> int:
         """All at the engine, also those that are not of this process."""
         return self.legs + self.other_requests
+
+    @property
+    def load_tokens(self) -> int:
+        """Estimated tokens that it computes before a new prompt."""
+        return self.waiting_tokens + self.requests * REQUEST_LOAD_TOKENS
 
     @property
     def usable(self) -> bool:

@@ -1,6 +1,7 @@
 """The Forwarder: an HTTP server in front of stock engines, which know nothing of dynamo-lite."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
@@ -8,18 +9,100 @@ import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import Answer, error
-from dynamo_lite.forward.discovery import Discovery
-from dynamo_lite.forward.engines import check_trust
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
+from dynamo_lite.forward.engines import KnownEngine, Unused, check_trust
+from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
-from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.protocol.records import EndpointRecord, StockEngine
+from dynamo_lite.runtime.address import advertised_address, host_port, local_url
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+
+logger = logging.getLogger(__name__)
+
+#: Name (HOST:PORT, or the URL if it is malformed) and lease of a joined engine.
+UnusedKey = tuple[str, str]
+
+
+def sort_out(
+    records: Iterable[EndpointRecord], listed: Collection[str], config: ForwarderConfig
+) -> tuple[dict[str, tuple[EngineOptions, EndpointRecord]], dict[UnusedKey, Unused]]:
+    """Which joined engines may be used, by name, and why others may not.
+
+    listed: names of the engines of the configuration.
+    """
+    usable: dict[str, tuple[EngineOptions, EndpointRecord]] = {}
+    unused: dict[UnusedKey, Unused] = {}
+    taken = {name: "in this Forwarder's configuration" for name in listed}
+    for record in sorted(records, key=lambda r: (r.started_at, r.lease_id)):
+        if (engine := record.engine) is None:
+            continue
+        lease = f"{record.lease_id:x}"
+        if engine.protocol != config.protocol:
+            trouble = f"it speaks {engine.protocol}, and this Forwarder {config.protocol}"
+            unused[engine.url, lease] = Unused(engine.role, "protocol", trouble)
+            continue
+        try:
+            options = _options(engine, config)
+        except ValueError as exc:
+            unused[engine.url, lease] = Unused(engine.role, "options", str(exc))
+            continue
+        name = host_port(*options.address)
+        if name in taken:
+            trouble = f"it is already known {taken[name]}: join or list an engine once"
+            unused[name, lease] = Unused(options.role, "twice", trouble)
+            continue
+        taken[name] = f"by lease {lease}"
+        usable[name] = options, record
+    return usable, unused
+
+
+def _options(engine: StockEngine, config: ForwarderConfig) -> EngineOptions:
+    """Raises ValueError."""
+    ca_file = config.joined_ca_file if engine.url.startswith("https://") else None
+    given = {**msgspec.structs.asdict(engine), "ca_file": ca_file}
+    options = msgspec.convert(given, EngineOptions)
+    options.transfer_address(config.protocol)
+    return options
+
+
+class Discovery:
+    """Follows the engines that have joined: their records. roster: entered; it calls this for each
+    change."""
+
+    def __init__(self, roster: Roster, parts: ForwardParts):
+        self._roster, self._parts, self._engines = roster, parts, parts.engines
+        self._listed = tuple(engine.name for engine in parts.engines.all)
+        self._joined: dict[str, KnownEngine] = {}
+        roster.on_change(lambda *_: self._update())
+        self._update()
+
+    def _update(self) -> None:
+        engines = self._engines
+        usable, unused = sort_out(self._roster.members, self._listed, self._parts.config)
+        for name, engine in list(self._joined.items()):
+            options, record = usable.get(name, (None, None))
+            if record is None or (options, record.model) != (engine.options, engine.model):
+                logger.info("engine %s (%s) has left", name, engine.options.role)
+                engines.remove(self._joined.pop(name))
+        for name, (options, record) in usable.items():
+            lease = f"{record.lease_id:x}"
+            if name not in self._joined:
+                engine = engines.add(options, lease=lease, model=record.model)
+                logger.info("engine %s (%s) has joined, lease %s", name, options.role, lease)
+                self._joined[name] = engine
+                engines.follow(engine)
+            # Another `join` process may represent the engine now, because the earlier process was
+            # killed.
+            self._joined[name].lease = lease
+        for key, why in unused.items():
+            if engines.unused.get(key) != why:  # each reason is logged once
+                logger.error("engine %s (lease %s) is not used: %s", *key, why.trouble)
+        engines.unused = unused
 
 
 class Forwarder:
@@ -59,7 +142,7 @@ class Forwarder:
         )
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)
-        return {"url": server_url(config, port)}
+        return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
 
     def _explaining(self, host: Host, forwarding: Forwarding) -> AbstractAsyncContextManager[None]:
         """Answers `dynamo-lite explain`."""

@@ -8,7 +8,6 @@ from typing import Self
 
 import msgspec
 
-from dynamo_lite.forward.choosing import SentPrompts
 from dynamo_lite.forward.engines import (
     FAILURES,
     KnownEngine,
@@ -18,9 +17,11 @@ from dynamo_lite.forward.engines import (
 )
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import EngineOptions
+from dynamo_lite.forward.prompts import BLOCK_BYTES
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -31,14 +32,15 @@ CHECK_S = 5.0
 #: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
 #: either, stands still or cannot be reached.
 SILENCE_S = 10.0
+#: Most different blocks of prompts that are remembered.
+_MAX_INDEX_BLOCKS = 500_000
 
 
 class KnownEngines:
     """Those of the configuration and those that were added. Async context manager: while it lasts,
     it checks the ones that it follows.
 
-    sent: forgets what an engine that has ended was sent. None: engines are not chosen by it, nor by
-    load.
+    by_load: whether engines are chosen by their load, which is read only then.
     """
 
     def __init__(
@@ -47,13 +49,16 @@ class KnownEngines:
         protocol: ForwardProtocol,
         upstream: Upstream,
         interval_s: float,
-        sent: SentPrompts | None,
+        *,
+        by_load: bool,
     ):
         self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by name and lease.
         self.unused: dict[tuple[str, str], Unused] = {}
+        #: What each engine was sent, by its number, until it has ended or left.
+        self.index = KvIndex(BLOCK_BYTES, _MAX_INDEX_BLOCKS)
         self.protocol = protocol
-        self._upstream, self._interval_s, self._sent = upstream, interval_s, sent
+        self._upstream, self._interval_s, self._by_load = upstream, interval_s, by_load
         self._numbers = itertools.count()
         self._tasks = OwnedTasks()
         #: Model names of the first decode engine that reported any.
@@ -83,6 +88,7 @@ class KnownEngines:
         engine.left = True
         engine.checked.set()  # it may never be
         self.all = tuple(one for one in self.all if one is not engine)
+        self.index.leave(engine.number)
         self._compare()
 
     def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
@@ -97,7 +103,7 @@ class KnownEngines:
         loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
         while not engine.left or engine.legs:
-            loaded = self._sent is not None and engine.healthy and self._rivals(engine)
+            loaded = self._by_load and engine.healthy and self._rivals(engine)
             # Together: a slow page of metrics must not delay that silence is noticed.
             reads = [self._read_load(engine)] if loaded else []
             try:
@@ -129,8 +135,7 @@ class KnownEngines:
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
             logger.warning("%s is unhealthy", failure)
-            if self._sent is not None:
-                self._sent.forget(engine.number)
+            self.index.leave(engine.number)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
         """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An

@@ -18,7 +18,6 @@ from dynamo_lite.forward.named import read_header
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.runtime.web_server import WebServer
@@ -165,9 +164,3 @@ def server_tls(config: ForwarderConfig) -> ssl.SSLContext | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     return server_context(Path(config.tls_cert), Path(config.tls_key))
-
-
-def server_url(config: ForwarderConfig, port: int) -> str:
-    """As a client on this host reaches the server."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"{'https' if config.tls_cert else 'http'}://{host_port(local, port)}"

@@ -37,6 +37,7 @@ from dynamo_lite.runtime.process.stop import (
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,8 @@ class JoinedEngine:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
-        self._engines = KnownEngines(
-            (), PROTOCOLS[options.protocol], self._upstream, options.health_interval_s, None
-        )
+        protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
+        self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
         self._engine = self._engines.add(options, model=options.model)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
@@ -232,20 +232,11 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
             return code
         restart = _BACKOFF.after_exit(failures, loop.time() - began)
         failures = restart.failures
-        if await _stopped(restart.delay_s):
+        stop = StopRequest()
+        with stop_on_signals(stop):
+            await first_of(stop.wait(), timeout_s=restart.delay_s)
+        if stop.is_set:
             return EXIT_STOPPED
-
-
-async def _stopped(within_s: float) -> bool:
-    """Returns whether a stop signal came within this time."""
-    stop = StopRequest()
-    with stop_on_signals(stop):
-        try:
-            async with asyncio.timeout(within_s):
-                await stop.wait()
-        except TimeoutError:
-            return False
-    return True
 
 
 def _reporter(say: Callable[[str, str], None]) -> Report:

@@ -1,24 +1,33 @@
-"""Which engines take one attempt of a request."""
+"""Which engines take one attempt of a request.
+
+The score is that of the KV-aware router (`routing/kv_routing.py`). What differs is what is known:
+an engine is assumed to hold the prompts that this process sent to it.
+"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.choosing import (
-    EngineChooser,
-    SentPrompts,
+from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.health import KnownEngines
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.prompts import (
+    BLOCK_BYTES,
+    BYTES_PER_TOKEN,
     no_prefill_reason,
     text_chain,
     tokens_of,
 )
-from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.health import KnownEngines
-from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
+from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.routing.kv_chain import ChainHash
-from dynamo_lite.routing.worker_loads import REQUEST_LOAD_TOKENS
+from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
+
+#: Candidates of a choice that `explain` shows.
+_SHOWN = 8
+_KV_WEIGHT = KvRoutingOptions().kv_weight
 
 
 class CannotServe(Exception):
@@ -54,19 +63,19 @@ class EnginePlacement:
 
 
 class Placer:
-    """Chooses engines and remembers which prompts they were sent."""
+    """Chooses engines by what they hold of the prompt, and by load. Equal ones take turns."""
 
-    def __init__(self, engines: KnownEngines, config: ForwarderConfig, sent: SentPrompts):
+    def __init__(self, engines: KnownEngines, config: ForwarderConfig):
         self.choices: Counter[tuple[str, str]] = Counter()
-        self._engines, self._protocol, self._sent = engines, engines.protocol, sent
+        self._engines, self._protocol = engines, engines.protocol
         self._limit = config.max_local_prefill_length
-        self._chooser = EngineChooser()
+        self._turn = 0
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
         # Where the client chooses, it does not matter what engines hold.
         chain = text_chain(request.prompt) if tried.named is None else []
-        matched, tokens = self._sent.matched(chain), tokens_of(request.prompt)
+        matched, tokens = self._held(chain), tokens_of(request.prompt)
         alone = tried.alone or self._alone(request, tried)
         prefilling = [] if alone else self._prefilling(tried)
         if not prefilling:
@@ -78,27 +87,27 @@ class Placer:
         if not alone and decode.decodes_alone:
             alone = no_prefill_reason(
                 prompt_tokens=tokens,
-                cached_tokens=matched.get(decode.number, 0),
+                cached_tokens=matched[decode.number],
                 prefill_engines=len(prefilling),
                 max_local_prefill_length=self._limit,
             )
-        prefill, choices = None, [choice]
+        prefill, legs = None, [(decode, choice)]
         if not alone:
             prefill, first = self._choose("prefill", prefilling, matched)
             # A staged decode leg is placed later; only then the choice counts.
-            choices = [first] if self._protocol.staged else [first, choice]
-        for one in choices:
-            self._took(one)
+            legs = [(prefill, first), *(() if self._protocol.staged else legs)]
+        for engine, one in legs:
+            self._took(engine, one)
         return EnginePlacement(
             prefill=prefill,
             decode=decode,
             alone=alone,
-            choices=choices,
+            choices=[one for _, one in legs],
             chain=chain,
             prompt_tokens=tokens,
             # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
             # prompt.
-            uncached_tokens=max(0, tokens - (matched.get(prefill.number, 0) if prefill else 0)),
+            uncached_tokens=max(0, tokens - (matched[prefill.number] if prefill else 0)),
         )
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
@@ -106,19 +115,20 @@ class Placer:
         without = tried.decode
         if placement.prefill is not None:
             without = without | {placement.prefill.number}
-        engine, choice = self._choose_decode(without, self._sent.matched(placement.chain), "")
+        engine, choice = self._choose_decode(without, self._held(placement.chain), "")
         placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"] + [choice]
-        self._took(choice)
+        self._took(engine, choice)
         return engine
 
     def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
-        if not engine.left:
-            self._sent.sent(engine.number, placement.chain)
+        """The engine holds the prompt now."""
+        if placement.chain and not engine.left:
+            self._engines.index.stored(engine.number, placement.chain)
 
-    def forget(self, engine: KnownEngine) -> None:
-        """The engine has left."""
-        self._sent.forget(engine.number)
-        self._chooser.forget(engine.name)
+    def _held(self, chain: Sequence[ChainHash]) -> Counter[int]:
+        """How many tokens of the prompt each engine is assumed to hold, by number."""
+        found = self._engines.index.match(chain)
+        return Counter({e: blocks * BLOCK_BYTES // BYTES_PER_TOKEN for e, blocks in found.items()})
 
     def _prefilling(self, tried: Tried) -> list[KnownEngine]:
         """Of several that the client has named, the first."""
@@ -145,7 +155,7 @@ class Placer:
     def _choose_decode(
         self,
         without: Set[int],
-        matched: Mapping[int, int],
+        matched: Counter[int],
         alone: str,
         *,
         computes: bool = False,
@@ -169,22 +179,40 @@ class Placer:
         self,
         leg: str,
         able: Sequence[KnownEngine],
-        matched: Mapping[int, int],
+        matched: Counter[int],
         *,
         by_prefix: bool = True,
     ) -> tuple[KnownEngine, LegChoice]:
+        """able: at least one. by_prefix: whether what they hold counts, beside load."""
+        roomy = [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
+        weight = _KV_WEIGHT if by_prefix else 0.0
+        scores = {one.number: weight * matched[one.number] - one.load_tokens for one in roomy}
+        chosen = min(roomy, key=lambda one: (-scores[one.number], one.turns.get(leg, 0)))
+        longest = max(matched[one.number] for one in able)
+        if len(able) == 1:
+            reason = "only"
+        elif not longest or not by_prefix:
+            reason = "load"
+        else:
+            reason = "prefix" if matched[chosen.number] == longest else "balance"
+        shown = [chosen, *(one for one in able[: _SHOWN + 1] if one is not chosen)][:_SHOWN]
         candidates = [
             LegCandidate(
-                engine=engine.name,
-                matched_tokens=matched.get(engine.number, 0),
-                load_tokens=engine.waiting_tokens + engine.requests * REQUEST_LOAD_TOKENS,
-                kv_usage=engine.kv_usage,
+                engine=one.name,
+                matched_tokens=matched[one.number],
+                load_tokens=one.load_tokens,
+                kv_usage=one.kv_usage,
+                score=scores.get(one.number),
             )
-            for engine in able
+            for one in shown
         ]
-        choice = self._chooser.choose(leg, candidates, by_prefix=by_prefix)
-        return next(engine for engine in able if engine.name == choice.engine), choice
+        return chosen, LegChoice(
+            leg=leg, engine=chosen.name, reason=reason, candidates=candidates, of=len(able)
+        )
 
-    def _took(self, choice: LegChoice) -> None:
+    def _took(self, engine: KnownEngine, choice: LegChoice) -> None:
+        """The engine has its turn."""
         self.choices[choice.leg, choice.reason] += 1
-        self._chooser.took(choice)
+        if choice.of > 1:
+            self._turn += 1
+            engine.turns[choice.leg] = self._turn

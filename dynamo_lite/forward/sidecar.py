@@ -5,8 +5,8 @@ import logging
 import logging.config
 import signal
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,12 @@ from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import error
 from dynamo_lite.forward.engines import KnownEngine, engine_trust
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls, server_url
+from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.named import AllowedHosts, NotAllowed, accepted
 from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
@@ -80,22 +81,19 @@ class NamedPrefillers:
         return engine
 
 
-class Sidecar:
-    """Call `start`, then `drain`, then `close`. `close` must be called in any case."""
+@asynccontextmanager
+async def sidecar(config: SidecarConfig) -> AsyncIterator[tuple[str, ForwardServer]]:
+    """Gives the URL and the server of a sidecar that runs while the context lasts.
 
-    def __init__(self, config: SidecarConfig):
-        self._config = config
-        self._stack = AsyncExitStack()
-        self._server: ForwardServer | None = None
-
-    async def start(self) -> str:
-        """Returns its URL. Raises StartupError, ConfigError."""
-        config, own, enter = self._config, self._config.forwarder, self._stack.enter_async_context
-        tls = server_tls(own)
-        # Read at the start, so that a mistake in it is reported before the first request.
-        engine_trust(config.prefillers)
+    Raises StartupError, ConfigError.
+    """
+    own, tls = config.forwarder, server_tls(config.forwarder)
+    # Read at the start, so that a mistake in it is reported before the first request.
+    engine_trust(config.prefillers)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
         sock = bind(own.host, own.port)
-        self._stack.callback(sock.close)
+        stack.callback(sock.close)
         port = sock.getsockname()[1]
         parts = ForwardParts(own, by_load=False)
         await enter(parts.upstream)
@@ -108,18 +106,10 @@ class Sidecar:
         # `/metrics` is the engine's.
         own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
         forwarding = Forwarding(parts, NamedPrefillers(parts, config).find)
-        self._server = server = ForwardServer(forwarding, own, sock, own_paths, tls=tls)
+        server = ForwardServer(forwarding, own, sock, own_paths, tls=tls)
         await server.start()
-        self._stack.push_async_callback(server.stop, 0.0)
-        return server_url(own, port)
-
-    async def drain(self, grace_s: float) -> None:
-        """Accepts no new connections. Open answers may finish within `grace_s`."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
+        stack.push_async_callback(server.stop, 0.0)
+        yield local_url(own.host, port, tls=tls is not None), server
 
 
 def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFormat) -> int:
@@ -130,16 +120,14 @@ def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFor
 
 
 async def _run(config: SidecarConfig, grace_s: float) -> int:
-    stop, sidecar = StopRequest(), Sidecar(config)
+    stop = StopRequest()
     # A closed terminal ends it in order, too.
     with stop_on_signals(stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-        try:
-            print("ready", await sidecar.start(), flush=True)
+        async with sidecar(config) as (url, server):
+            print("ready", url, flush=True)
             await stop.wait()
             logger.info("draining: no new connections, open answers have %g s", grace_s)
-            await sidecar.drain(grace_s)
-        finally:
-            await sidecar.close()
+            await server.stop(grace_s)
     return EXIT_STOPPED
 
 

@@ -224,6 +224,12 @@ def advertised_address(bind_host: str, port: int) -> str:
     return host_port(socket.gethostname() if everywhere else bind_host, port)
 
 
+def local_url(host: str, port: int, *, tls: bool) -> str:
+    """The HTTP URL of a server that listens on `host`, for a client on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if tls else 'http'}://{host_port(host, port)}"
+
+
 def host_port(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,5 +1,6 @@
-"""Checks before any process starts: ports, servers, models, the planner's budget; vLLM's arguments
-are checked in `vllm_arguments.py`. And what must be there by then: the demo model, a shared port.
+"""Checks before any process starts: ports, servers, models, the planner's budget, the Rust edge;
+vLLM's arguments are checked in `vllm_arguments.py`. And what must be there by then: the demo model,
+a shared port.
 
 A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
 Nothing has been started by then.
@@ -10,7 +11,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -37,11 +38,21 @@ from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import answer_of, can_listen, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
+from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.vllm.edge_choice import (
+    Obstacle,
+    check_version,
+    find_program,
+    obstacles,
+    unknown_parsers,
+)
 
 _ACCESS_TIMEOUT_S = 60.0
 
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
+_EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
+_GET_EDGE = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 _RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
@@ -174,6 +185,52 @@ def check_stored_responses(config: GraphConfig, document: Document) -> None:
         if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
             why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
             document.complain((service.service.name, "ServiceArgs", "workers"), why)
+
+
+def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:
+    """Returns the configuration with the path of the program where `edge: rust` is asked for.
+
+    What keeps it from serving is added to the document's mistakes.
+    """
+    here = [one for one in config.here if one.workers]
+    settled = (_settle_edge(one, document) if one in here else one for one in config.services)
+    return replace(config, services=tuple(settled))
+
+
+def _settle_edge(service: ServiceConfig, document: Document) -> ServiceConfig:
+    if service.service.config is not FrontendConfig or service.options["edge"] != "rust":
+        return service
+    found = obstacles(
+        service.options,
+        asdict(FrontendConfig()),
+        service.flags,
+        workers=service.workers,
+        key_in_environment=bool(child_environment(service.env).get("VLLM_API_KEY")),
+    )
+    program = None
+    if not found:
+        try:
+            program = _edge_program(service)
+            found += unknown_parsers(program, service.flags)
+        except StartupError as exc:
+            found.append(Obstacle("edge", str(exc)))
+    for obstacle in found:
+        how = "" if obstacle.key == "edge" else "not with `edge: rust`: "
+        path = (service.service.name, *obstacle.key.split("."))
+        document.complain(path, f"{how}{obstacle.reason}")
+    if found:
+        return service
+    return replace(service, options={**service.options, "edge_binary": str(program)})
+
+
+def _edge_program(service: ServiceConfig) -> Path:
+    """Raises StartupError."""
+    given = service.options["edge_binary"] or child_environment({}).get(_EDGE_VARIABLE) or None
+    program = find_program(given)
+    if program is None:
+        raise StartupError(f"vllm-rs is not installed beside vLLM: {_GET_EDGE}")
+    check_version(program, vllm_version())
+    return program
 
 
 def check_certificates(

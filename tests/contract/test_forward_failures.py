@@ -21,8 +21,8 @@ from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.orders import break_off
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.forward.relay import break_off
 from dynamo_lite.protocol.forwarding import ForwardAttempt
 from dynamo_lite.runtime.listening import bind
 from tests.builders import eventually

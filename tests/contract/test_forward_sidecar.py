@@ -16,7 +16,6 @@ from dynamo_lite.forward import engines as known_engines
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
-from dynamo_lite.forward.sidecar import Sidecar
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
@@ -85,9 +84,9 @@ async def beside(
             engines=(EngineOptions(url=made["decode"][0].url, **given),),
             **{"health_interval_s": 0.05, **(options or {})},
         )
-        one = Sidecar(SidecarConfig(forwarder=forwarder, **config))
-        stack.push_async_callback(one.close)
-        b = Beside(**made, url=await one.start(), metrics_port=config.get("metrics_port", 0))
+        one = sidecar.sidecar(SidecarConfig(forwarder=forwarder, **config))
+        url, _ = await stack.enter_async_context(one)
+        b = Beside(**made, url=url, metrics_port=config.get("metrics_port", 0))
         await b.until("/ready", 200)
         yield b
         await b.fleet.ends_well()

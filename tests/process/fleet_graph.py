@@ -18,7 +18,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.services.frontend.rotation import rotate
+from dynamo_lite.serve.services.frontend.dispatcher import rotate
 from dynamo_lite.serve.services.services import Graph, Service
 from tests.process.dispatcher import Requests
 from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig

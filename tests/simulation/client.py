@@ -26,7 +26,7 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.services.frontend.rotation import rotate
+from dynamo_lite.serve.services.frontend.dispatcher import rotate
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.engine.model import (

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve import edge
+from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.config import GraphConfig, resolve
 from dynamo_lite.serve.document import Document, read_document
-from dynamo_lite.serve.edge import settle_edge
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.services.config import FrontendConfig
+from dynamo_lite.serve.startup_checks import settle_edge
 from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ VERSION = "0.32.0"
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> str:
     """What counts as the installed vLLM: not each version can have the Rust edge."""
-    monkeypatch.setattr(edge, "vllm_version", lambda: f"vllm {VERSION}")
+    monkeypatch.setattr(startup_checks, "vllm_version", lambda: f"vllm {VERSION}")
     return f"vllm {VERSION}"
 
 
@@ -155,7 +155,7 @@ def test_the_environment_names_the_program_and_a_missing_one_is_named(
     config, _ = settled("--Frontend.edge=rust")
     frontend = config.get("Frontend")
     assert frontend is not None and frontend.options["edge_binary"] == str(path)
-    monkeypatch.setattr("dynamo_lite.serve.edge.find_program", lambda given: None)
+    monkeypatch.setattr(startup_checks, "find_program", lambda given: None)
     _, document = settled("--Frontend.edge=rust")
     [mistake] = document.mistakes
     assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake

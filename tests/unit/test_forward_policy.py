@@ -1,6 +1,5 @@
 """Which engines there are, what is read of them, and which take the legs of a request."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,88 +8,124 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.choosing import (
-    BLOCK_BYTES,
-    EngineChooser,
-    SentPrompts,
-    no_prefill_reason,
-    text_chain,
-)
-from dynamo_lite.forward.discovery import sort_out
 from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
+from dynamo_lite.forward.failures import LegFailed
+from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
+from dynamo_lite.forward.prompts import BLOCK_BYTES, no_prefill_reason, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.forwarding import LegCandidate
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
 
 
-def chosen(one: EngineChooser, able: Sequence[LegCandidate], times: int = 1) -> list[int]:
-    """In turn, by load alone."""
-    engines: list[int] = []
-    for _ in range(times):
-        choice = one.choose("decode", able, by_prefix=False)
-        one.took(choice)
-        engines.append(int(choice.engine))
-    return engines
+def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
+    """With healthy engines."""
+    listed = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
+    config = ForwarderConfig(engines=tuple(listed), **options)
+    protocol = PROTOCOLS[config.protocol]
+    unasked: Any = None
+    engines = KnownEngines(config.engines, protocol, unasked, 1.0, by_load=True)
+    for one in engines.all:
+        one.passed()
+    return Placer(engines, config), engines
 
 
-def able(
-    *loads: int, matched: Sequence[int] = (), usage: Sequence[float] = ()
-) -> list[LegCandidate]:
-    return [
-        LegCandidate(
-            engine=str(number),
-            load_tokens=load,
-            matched_tokens=matched[number] if matched else 0,
-            kv_usage=usage[number] if usage else 0.0,
-        )
-        for number, load in enumerate(loads)
-    ]
+def request(**fields: Any) -> ClientRequest:
+    return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
+
+
+def chosen(one: Placer, times: int = 1) -> list[int]:
+    """The decode engines of requests of equal prompts."""
+    return [one.place(request(), Tried()).decode.number for _ in range(times)]
 
 
 def test_turns_are_fair_while_engines_come_and_go():
-    one = EngineChooser()
-    three = able(0, 0, 0)
-    assert chosen(one, three, 4) == [0, 1, 2, 0]
-    assert chosen(one, three[1:], 2) == [1, 2]
-    assert chosen(one, three, 3) == [0, 1, 2]
-    one.forget("2")  # it has left
-    assert chosen(one, three) == [2]
+    one, engines = placer("decode", "decode", "decode")
+    first, _, last = engines.all
+    assert chosen(one, 4) == [0, 1, 2, 0]
+    first.failed("gone", at_once=True)
+    assert chosen(one, 2) == [1, 2]
+    first.passed()
+    assert chosen(one, 3) == [0, 1, 2]
+    engines.remove(last)
+    engines.add(last.options).passed()
+    assert chosen(one, 2) == [3, 0]
 
 
 def test_load_and_prefixes():
-    one = EngineChooser()
-    assert one.choose("decode", able(9), by_prefix=True).reason == "only"
+    one, _ = placer("decode")
+    [choice] = one.place(request(), Tried()).choices
+    assert (choice.reason, choice.of) == ("only", 1)
+    one, engines = placer("decode", "decode", "decode", "prefill", "prefill")
+    asked = request(prompt="x" * 512)
+    placed = one.place(asked, Tried())
+    for number in (0, 3):
+        one.sent(engines.all[number], placed)
     # Equally loaded ones take turns, where prefixes do not count.
-    assert chosen(one, able(5, 3, 3, matched=(99, 0, 0)), 3) == [1, 2, 1]
+    for engine, load in zip(engines.all, (5, 3, 3), strict=False):
+        engine.waiting_tokens = load
+    assert [one.place(asked, Tried()).decode.number for _ in range(3)] == [1, 2, 1]
     # A prefix is worth more than load, up to a point.
-    for load, expected in ((50, (0, "prefix")), (500, (1, "balance"))):
-        choice = one.choose("prefill", able(load, 0, matched=(90, 0)), by_prefix=True)
-        assert (int(choice.engine), choice.reason) == expected
+    for load, expected in ((250, (3, "prefix")), (260, (4, "balance"))):
+        engines.all[3].waiting_tokens = load
+        placed = one.place(asked, Tried())
+        assert placed.prefill is not None
+        assert (placed.prefill.number, placed.choices[0].reason) == expected
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
-    one = EngineChooser()
-    assert chosen(one, able(0, 9, usage=(0.99, 0.1)), 2) == [1, 1]
-    assert chosen(one, able(0, 9, usage=(0.99, 0.99))) == [0]
+    one, engines = placer("decode", "decode")
+    full, busy = engines.all
+    full.kv_usage, busy.waiting_tokens = 0.99, 9
+    assert chosen(one, 2) == [1, 1]
+    [choice] = one.place(request(), Tried()).choices
+    assert [shown.score for shown in choice.candidates] == [-9, None]
+    busy.kv_usage = 0.99
+    assert chosen(one) == [0]
+
+
+def test_a_choice_shows_the_chosen_engine_and_some_others():
+    one, engines = placer(*["decode"] * 10)
+    for engine in engines.all[:9]:
+        engine.waiting_tokens = 1
+    [choice] = one.place(request(), Tried()).choices
+    assert (choice.engine, choice.of) == ("e:10", 10)
+    assert [shown.engine for shown in choice.candidates] == [
+        "e:10",
+        *(f"e:{n + 1}" for n in range(7)),
+    ]
 
 
 def test_engines_hold_the_prompts_that_they_were_sent():
-    sent = SentPrompts()
-    prompt = bytes(range(256)) * 4
-    sent.sent(1, text_chain(prompt))
-    longer = text_chain(prompt + b"x" * 300)
-    assert sent.matched(longer) == {1: len(prompt) // 4}
-    assert sent.matched(text_chain(b"y" + prompt)) == {}
+    one, engines = placer("decode", "decode")
+    engine = engines.all[1]
+
+    def held(prompt: str) -> list[int]:
+        """Of each engine, in tokens."""
+        [choice] = one.place(request(prompt=prompt), Tried()).choices
+        found = {shown.engine: shown.matched_tokens for shown in choice.candidates}
+        return [found[engine.name] for engine in engines.all]
+
+    prompt = "".join(map(chr, range(35, 90))) * 20
+    one.sent(engine, one.place(request(prompt=prompt), Tried()))
+    full = (1 + len(prompt)) // BLOCK_BYTES * BLOCK_BYTES // 4
+    assert held(prompt + "x" * 300) == [0, full]
+    assert held("y" + prompt) == [0, 0]
     assert text_chain(b"x" * (BLOCK_BYTES - 1)) == []
-    sent.forget(1)
-    assert sent.matched(longer) == {}
+    engines.lost(engine, LegFailed(engine, "decode", "refused", ""))
+    engine.passed()
+    assert held(prompt) == [0, 0]
+    placed = one.place(request(prompt=prompt), Tried())
+    one.sent(engine, placed)
+    assert len(engines.index) == full * 4 // BLOCK_BYTES
+    engines.remove(engine)
+    one.sent(engine, placed)  # a leg that was open then has ended
+    assert len(engines.index) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,22 +175,6 @@ def test_load_is_read_of_vllm_and_sglang():
 def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> KnownEngine:
     options = EngineOptions(**{"url": "http://10.0.0.1:8000", "role": role, **fields})
     return KnownEngine(0, options, PROTOCOLS[protocol])
-
-
-def placer(*roles: Any, **options: Any) -> tuple[Placer, KnownEngines]:
-    """With healthy engines."""
-    listed = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
-    config = ForwarderConfig(engines=tuple(listed), **options)
-    protocol = PROTOCOLS[config.protocol]
-    unasked: Any = None
-    engines = KnownEngines(config.engines, protocol, unasked, 1.0, None)
-    for one in engines.all:
-        one.passed()
-    return Placer(engines, config, SentPrompts()), engines
-
-
-def request(**fields: Any) -> ClientRequest:
-    return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
 
 
 def test_an_engine_with_both_roles_takes_one_leg_of_a_request():

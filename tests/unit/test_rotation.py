@@ -12,7 +12,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.services.frontend.rotation import rotate
+from dynamo_lite.serve.services.frontend.dispatcher import rotate
 from tests.builders import endpoint_record, loop_time, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual

@@ -15,7 +15,6 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners

@@ -1,7 +1,9 @@
 """The Frontend's dispatcher: it knows the decode workers, and hands each request to one of them."""
 
+import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +21,8 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.frontend.rotation import rotate
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from dynamo_lite.serve.services.metrics import RequestMetrics
 from dynamo_lite.serve.services.router import open_kv_picker
@@ -28,7 +30,9 @@ from dynamo_lite.serve.services.router import open_kv_picker
 if TYPE_CHECKING:
     from dynamo_lite.vllm.frontend.intake import Intake
 
-
+#: How long a worker may be unresponsive before its requests migrate.
+MIGRATE_AFTER_S = 10.0
+_LOOK_S = 0.2
 _SEE_LOGS = "see `dynamo-lite ps` and their logs"
 
 
@@ -76,6 +80,50 @@ def check_workers(
         trouble=f"there are no heartbeats without NATS, and none of {workers} decode workers is"
         f" connected: {_SEE_LOGS}"
     )
+
+
+async def rotate(
+    stack: AsyncExitStack,
+    roster: Roster,
+    health: HealthMonitor,
+    transport: RemoteGenerateClient,
+    changed: Callable[[], None],
+) -> None:
+    """Updates which workers get requests, and which ones lose theirs, until `stack` is closed.
+
+    An unresponsive worker gets no new requests while another one is responsive
+    (`HealthMonitor.members_or_all`). Its running requests wait for `MIGRATE_AFTER_S`, because a
+    migration computes the prompt again. While no worker is responsive they stay.
+
+    changed: called when the set of workers for new requests changes.
+    """
+
+    def migrate_overdue() -> None:
+        if not health.responsive:
+            return
+        for member in roster.members:
+            why = health.trouble(member.lease_id)
+            overdue = health.silent_for(member.lease_id) >= MIGRATE_AFTER_S
+            if why and overdue and transport.is_connected(member):
+                transport.drop(member, why)
+
+    def on_roster(*_: object) -> None:
+        transport.retain(roster.members)
+        changed()
+
+    def on_health(*_: object) -> None:
+        changed()
+        migrate_overdue()
+
+    async def look() -> None:
+        while True:
+            migrate_overdue()
+            await asyncio.sleep(_LOOK_S)
+
+    transport.retain(roster.members)
+    stack.enter_context(roster.on_change(on_roster))
+    stack.enter_context(health.on_change(on_health))
+    await stack.enter_async_context(running(look(), name="rotation"))
 
 
 class RequestDispatcher:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import PendingConnections, TcpServer
 from dynamo_lite.runtime.process.readiness import Probes
@@ -39,10 +39,7 @@ _DISCONNECT_S = 3.0
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
     """The server's URL for a client on this host."""
-    host, port = sock.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"{'https' if tls else 'http'}://{host_port(host, port)}"
+    return local_url(*sock.getsockname()[:2], tls=tls)
 
 
 class Probed:

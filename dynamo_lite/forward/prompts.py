@@ -1,0 +1,42 @@
+"""What is known of a prompt, and whether it gets a prefill leg. Prompts are text here, not tokens,
+so amounts are estimates.
+"""
+
+from xxhash import xxh3_64_intdigest
+
+from dynamo_lite.routing.kv_chain import MAX_HASH, ChainHash
+
+#: Bytes per token: about the average of English text and source code.
+BYTES_PER_TOKEN = 4
+#: Bytes of a prompt's JSON per block; about 64 tokens.
+BLOCK_BYTES = 256
+
+
+def text_chain(prompt: bytes) -> list[ChainHash]:
+    """The hashes of all full blocks of a prompt, each of which stands for the prefix up to it."""
+    previous, made = 0, list[ChainHash]()
+    for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        previous = xxh3_64_intdigest(prompt[start : start + BLOCK_BYTES], previous) & MAX_HASH
+        made.append(previous)
+    return made
+
+
+def tokens_of(prompt: bytes) -> int:
+    """Estimates the number of tokens of a prompt."""
+    return -(-len(prompt) // BYTES_PER_TOKEN)
+
+
+def no_prefill_reason(
+    *, prompt_tokens: int, cached_tokens: int, prefill_engines: int, max_local_prefill_length: int
+) -> str:
+    """Why the prompt gets no prefill leg; empty if it gets one. It is the decode workers' rule
+    (`disagg/decision/rule.py`) without a queue: stock engines do not say how long theirs is.
+
+    max_local_prefill_length: 0 sends every prompt to a prefill engine, however short.
+    """
+    if not prefill_engines:
+        return "no_prefill_worker"
+    limit = max_local_prefill_length
+    if not limit or prompt_tokens - cached_tokens > limit:
+        return ""
+    return "short" if prompt_tokens <= limit else "cached"
