@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from dynamo_lite.cli.arguments import Namespace
-from dynamo_lite.cli.listing import checked_namespace
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, checked_namespace, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import redact

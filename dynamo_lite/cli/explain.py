@@ -14,8 +14,7 @@ import typer
 
 from dynamo_lite.cli import decision_view, forward_view
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json
-from dynamo_lite.cli.listing import members_in, open_broker, open_store
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, members_in, on_graph, open_broker, open_store
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
