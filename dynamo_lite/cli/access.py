@@ -4,8 +4,8 @@ Prints users with the least rights, as nats-server's configuration and as comman
 makes those of etcd.
 """
 
+import asyncio
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,11 +18,11 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
-from dynamo_lite.serve.embedded import etcd_environment, program
+from dynamo_lite.serve.embedded import etcdctl
 
 _ROOT = "root"
-#: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
-_ANSWER_S, _TIMEOUT_S = 30, 60.0
+#: Passwords are hashed slowly on purpose.
+_ANSWER_S = 30
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +66,7 @@ def etcd(
     name = _named(graph.namespace)
     permissions = chosen(name, component or ())
     if make is not None:
-        make_users(graph.place().etcd_url, name, permissions, make)
+        asyncio.run(make_users(graph.place().etcd_url, name, permissions, make))
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
@@ -228,7 +228,7 @@ def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list
     return steps
 
 
-def make_users(
+async def make_users(
     etcd_url: str, namespace: str, permissions: Sequence[Permissions], logins: Path
 ) -> None:
     """Makes a user for each component, and `root`, and turns authentication on.
@@ -240,59 +240,47 @@ def make_users(
     Raises ConfigError for a file or URL that cannot be used, StartupError when etcd refuses.
     """
     users = [_ROOT, *(user_of(namespace, each.component) for each in permissions)]
-    etcdctl = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
+    as_root = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
     first = [["user", "add", _ROOT], ["user", "grant-role", _ROOT, _ROOT]]
-    for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
-        etcdctl.run(step)
+    try:
+        for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
+            await as_root.run(step)
+    except StartupError as exc:
+        raise StartupError(f"cannot make the users of etcd at {redact(etcd_url)}: {exc}") from exc
 
 
 class _EtcdCtl:
     """etcdctl as `root`. While authentication is off, etcd ignores who asks."""
 
     def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
-        from dynamo_lite.serve.child_environment import child_environment
+        self._etcd_url, self._passwords = etcd_url, passwords
 
-        self._passwords = passwords
-        self._environment = child_environment(etcd_environment(etcd_url))
-        self._program = program("etcdctl")
-        self._failure = f"cannot make the users of etcd at {redact(etcd_url)}"
-
-    def run(self, words: Sequence[str]) -> None:
+    async def run(self, words: Sequence[str]) -> None:
         """What exists stays, but a user gets the password of its file."""
         user = words[2] if words[:2] == ["user", "add"] else ""
-        done = self._call(words, typed=user)
-        if "already exists" in done.stderr:
-            if not user or self._has_password(user):
-                return
-            done = self._call(["user", "passwd", user], typed=user)
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            command = " ".join(done.args[3:5])
-            raise StartupError(f"{self._failure}: `etcdctl {command}` failed: {redact(reason)}")
-
-    def _has_password(self, user: str) -> bool:
-        """While authentication is off, etcd takes any password for right: False."""
-        if "Status: false" in self._call(["auth", "status"]).stdout:
-            return False
-        return self._call(["user", "get", user], as_user=user).returncode == 0
-
-    def _call(
-        self, words: Sequence[str], *, as_user: str = _ROOT, typed: str = ""
-    ) -> subprocess.CompletedProcess[str]:
-        """typed: the user whose password is the input. No argument has a password."""
-        login = {"ETCDCTL_USER": as_user, "ETCDCTL_PASSWORD": self._passwords[as_user]}
-        limits = (f"--command-timeout={_ANSWER_S}s", "--dial-timeout=10s")
         try:
-            return subprocess.run(
-                [self._program, *limits, *words, *(["--interactive=false"] if typed else [])],
-                env={**self._environment, **login},
-                input=f"{self._passwords[typed]}\n" if typed else "",
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as exc:
-            raise StartupError(f"{self._failure}: no answer within {_TIMEOUT_S:g} s") from exc
+            await self._call(*words, typed=user)
+        except StartupError as exc:
+            if "already exists" not in str(exc):
+                raise
+            if user and not await self._has_password(user):
+                await self._call("user", "passwd", user, typed=user)
+
+    async def _has_password(self, user: str) -> bool:
+        """While authentication is off, etcd takes any password for right: False."""
+        if "Status: false" in await self._call("auth", "status"):
+            return False
+        try:
+            await self._call("user", "get", user, as_user=user)
+        except StartupError:
+            return False
+        return True
+
+    async def _call(self, *words: str, as_user: str = _ROOT, typed: str = "") -> str:
+        """typed: the user whose password is the input."""
+        login = {"user": as_user, "password": self._passwords[as_user]}
+        line = f"{self._passwords[typed]}\n" if typed else ""
+        return await etcdctl(self._etcd_url, *words, timeout_s=_ANSWER_S, typed=line, **login)
 
 
 def _password(path: Path, user: str) -> str:
