@@ -6,7 +6,7 @@ makes those of etcd.
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,21 +32,15 @@ app = typer.Typer(
     dynamo-lite access certs certificates --namespace dynamo
     dynamo-lite access certs certificates --namespace dynamo --server nats --host nats.example
     dynamo-lite access nats --namespace dynamo > users.conf
-    dynamo-lite access etcd --namespace dynamo --component PrefillWorker
+    dynamo-lite access etcd --namespace dynamo
     """,
 )
-
-_Components = Annotated[
-    list[str] | None,
-    typer.Option("--component", help="Only the user of this one; may be repeated."),
-]
 
 
 @app.command("etcd")
 @on_graph("nats_url")
 def etcd(
     graph: OnGraph,
-    component: _Components = None,
     make: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +58,7 @@ def etcd(
     if make is not None and graph.etcd_url is None:
         raise ConfigError(["--make needs --etcd-url"])
     name = _named(graph.namespace)
-    permissions = chosen(name, component or ())
+    permissions = all_permissions(name).values()
     if make is not None:
         asyncio.run(make_users(graph.place().etcd_url, name, permissions, make))
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
@@ -73,7 +67,7 @@ def etcd(
 
 
 @app.command("nats")
-def nats(namespace: Namespace = None, component: _Components = None) -> None:
+def nats(namespace: Namespace = None) -> None:
     """Print the part of nats-server's configuration that has a user for each component.
 
     A user may publish and subscribe only to the subjects that its component needs, and to an
@@ -81,7 +75,7 @@ def nats(namespace: Namespace = None, component: _Components = None) -> None:
     commands of `dynamo-lite`.
     """
     name = _named(namespace)
-    print(nats_configuration(name, chosen(name, component or ())), end="")
+    print(nats_configuration(name, all_permissions(name).values()), end="")
 
 
 @app.command("certs")
@@ -145,17 +139,6 @@ def _named(namespace: str | None) -> str:
     return checked_namespace(namespace)
 
 
-def chosen(namespace: str, components: Iterable[str]) -> list[Permissions]:
-    """The permissions of these components; of all if none is named. Raises ConfigError."""
-    known = all_permissions(namespace)
-    wanted = list(components)
-    if unknown := [name for name in wanted if name not in known]:
-        raise ConfigError(
-            [f"--component {name}: choose from {', '.join(known)}" for name in unknown]
-        )
-    return [known[name] for name in wanted or known]
-
-
 def user_of(namespace: str, component: str) -> str:
     return f"{namespace}-{component}"
 
@@ -165,7 +148,7 @@ def password_variable(user: str) -> str:
     return re.sub(r"\W", "_", user).upper() + "_PASSWORD"
 
 
-def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> str:
+def nats_configuration(namespace: str, permissions: Collection[Permissions]) -> str:
     """A file to be included into nats-server's configuration.
 
     The graph has an account of its own: decode and prefill workers may make a stream, and in the
@@ -174,7 +157,7 @@ def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> st
     return f"accounts {{\n{nats_account(namespace, permissions)}}}\n"
 
 
-def nats_account(namespace: str, permissions: Sequence[Permissions]) -> str:
+def nats_account(namespace: str, permissions: Collection[Permissions]) -> str:
     users = "".join(_nats_user(namespace, one) for one in permissions)
     return (
         "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"
@@ -204,7 +187,7 @@ def _rule(subjects: Sequence[str]) -> str:
     return f"{{ allow: [\n{lines}        ] }}"
 
 
-def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
+def etcd_commands(namespace: str, permissions: Collection[Permissions]) -> str:
     """Lines for a shell in which etcdctl reaches etcd as its administrator."""
     lines = [
         "# etcdctl asks for each user's password. Afterwards, if etcd has no users yet:",
@@ -214,7 +197,7 @@ def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list[str]]:
+def _etcd_steps(namespace: str, permissions: Collection[Permissions]) -> list[list[str]]:
     """The arguments of etcdctl, a list for each call. It asks for the passwords."""
     steps: list[list[str]] = []
     for one in permissions:
@@ -229,7 +212,7 @@ def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list
 
 
 async def make_users(
-    etcd_url: str, namespace: str, permissions: Sequence[Permissions], logins: Path
+    etcd_url: str, namespace: str, permissions: Collection[Permissions], logins: Path
 ) -> None:
     """Makes a user for each component, and `root`, and turns authentication on.
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from dynamo_lite.cli import access
-from dynamo_lite.cli.access import chosen, make_users
+from dynamo_lite.cli.access import make_users
 from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.serve.embedded import EmbeddedEtcd, etcdctl
 from dynamo_lite.serve.run_state import RunState, write_run
 
 PASSWORDS = {"root": "first", "n-Router": "second"}
+ROUTER = [all_permissions("n")["Router"]]
 
 
 def logins(folder: Path, **changed: str) -> Path:
@@ -30,7 +32,7 @@ async def test_users_of_a_call_that_ended_halfway_get_the_passwords_of_the_files
         for user in PASSWORDS:
             await etcdctl(etcd.url, "user", "add", user, timeout_s=30, typed="old\n")
         folder = logins(tmp_path / "logins")
-        await make_users(etcd.url, "n", chosen("n", ["Router"]), folder)
+        await make_users(etcd.url, "n", ROUTER, folder)
 
         async def log_in(user: str, password: str) -> None:
             words = ("user", "get", user)
@@ -42,14 +44,14 @@ async def test_users_of_a_call_that_ended_halfway_get_the_passwords_of_the_files
             await log_in("root", "old")
         # Authentication is on: made again, with another password.
         logins(folder, **{"n-Router": "third"})
-        await make_users(etcd.url, "n", chosen("n", ["Router"]), folder)
+        await make_users(etcd.url, "n", ROUTER, folder)
         await log_in("n-Router", "third")
 
 
 async def test_a_password_that_etcdctl_would_cut_is_refused(tmp_path: Path):
     folder = logins(tmp_path / "logins", **{"n-Router": "two words"})
     with pytest.raises(ConfigError, match="n-Router: etcdctl reads a password to its first blank"):
-        await make_users("http://127.0.0.1:1", "n", chosen("n", ["Router"]), folder)
+        await make_users("http://127.0.0.1:1", "n", ROUTER, folder)
 
 
 def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
