@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dynamo_lite.cli import drain
 from dynamo_lite.cli.arguments import check_argument
-from dynamo_lite.cli.listing import Place, as_table, find_place, member_rows, members
+from dynamo_lite.cli.listing import OnGraph, Place, as_table, member_rows, members
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.child_environment import VARIABLES
@@ -60,7 +60,12 @@ async def revoke(args: argparse.Namespace) -> None:
     if args.etcd_url:
         check_argument("etcd-url", args.etcd_url)
     etcd_url = args.etcd_url or os.environ.get(VARIABLES["etcd-url"])
-    place = find_place(args.state_dir, etcd_url, args.namespace, args.certificates)
+    place = OnGraph(
+        state_dir=args.state_dir,
+        etcd_url=etcd_url,
+        namespace=args.namespace,
+        certificates=args.certificates,
+    ).place()
     records = await members(place)
     if not args.lease and not args.component:
         print(as_table(await member_rows(records, place.certificates())))

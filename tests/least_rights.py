@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_lite.cli.access import chosen, etcd_commands, nats_account, password_variable, user_of
-from dynamo_lite.protocol.permissions import inbox_of
+from dynamo_lite.cli.access import etcd_commands, nats_account, password_variable, user_of
+from dynamo_lite.protocol.permissions import all_permissions, inbox_of
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.run_state import write_private
 from tests.conftest import running
@@ -63,7 +63,7 @@ class LeastRights:
 
 @contextmanager
 def least_rights(directory: Path, namespace: str) -> Iterator[LeastRights]:
-    graphs = {name: chosen(name, ()) for name in (namespace, FOREIGN)}
+    graphs = {name: all_permissions(name).values() for name in (namespace, FOREIGN)}
     for name, permissions in graphs.items():
         for each in permissions:
             os.environ[password_variable(user_of(name, each.component))] = PASSWORD

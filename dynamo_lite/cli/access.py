@@ -4,26 +4,25 @@ Prints users with the least rights, as nats-server's configuration and as comman
 makes those of etcd.
 """
 
+import asyncio
 import re
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dynamo_lite.cli.arguments import Namespace
-from dynamo_lite.cli.listing import checked_namespace
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, checked_namespace, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.credentials import BadCredentials, read_login
-from dynamo_lite.serve.embedded import etcd_environment, program
+from dynamo_lite.serve.embedded import etcdctl
 
 _ROOT = "root"
-#: Of etcdctl's own; a little later it is killed. Passwords are hashed slowly on purpose.
-_ANSWER_S, _TIMEOUT_S = 30, 60.0
+#: Passwords are hashed slowly on purpose.
+_ANSWER_S = 30
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,21 +32,15 @@ app = typer.Typer(
     dynamo-lite access certs certificates --namespace dynamo
     dynamo-lite access certs certificates --namespace dynamo --server nats --host nats.example
     dynamo-lite access nats --namespace dynamo > users.conf
-    dynamo-lite access etcd --namespace dynamo --component PrefillWorker
+    dynamo-lite access etcd --namespace dynamo
     """,
 )
-
-_Components = Annotated[
-    list[str] | None,
-    typer.Option("--component", help="Only the user of this one; may be repeated."),
-]
 
 
 @app.command("etcd")
 @on_graph("nats_url")
 def etcd(
     graph: OnGraph,
-    component: _Components = None,
     make: Annotated[
         Path | None,
         typer.Option(
@@ -65,16 +58,16 @@ def etcd(
     if make is not None and graph.etcd_url is None:
         raise ConfigError(["--make needs --etcd-url"])
     name = _named(graph.namespace)
-    permissions = chosen(name, component or ())
+    permissions = all_permissions(name).values()
     if make is not None:
-        make_users(graph.place().etcd_url, name, permissions, make)
+        asyncio.run(make_users(graph.place().etcd_url, name, permissions, make))
         print(f"{len(permissions)} users of namespace {name}; authentication is on")
     else:
         print(etcd_commands(name, permissions), end="")
 
 
 @app.command("nats")
-def nats(namespace: Namespace = None, component: _Components = None) -> None:
+def nats(namespace: Namespace = None) -> None:
     """Print the part of nats-server's configuration that has a user for each component.
 
     A user may publish and subscribe only to the subjects that its component needs, and to an
@@ -82,7 +75,7 @@ def nats(namespace: Namespace = None, component: _Components = None) -> None:
     commands of `dynamo-lite`.
     """
     name = _named(namespace)
-    print(nats_configuration(name, chosen(name, component or ())), end="")
+    print(nats_configuration(name, all_permissions(name).values()), end="")
 
 
 @app.command("certs")
@@ -146,17 +139,6 @@ def _named(namespace: str | None) -> str:
     return checked_namespace(namespace)
 
 
-def chosen(namespace: str, components: Iterable[str]) -> list[Permissions]:
-    """The permissions of these components; of all if none is named. Raises ConfigError."""
-    known = all_permissions(namespace)
-    wanted = list(components)
-    if unknown := [name for name in wanted if name not in known]:
-        raise ConfigError(
-            [f"--component {name}: choose from {', '.join(known)}" for name in unknown]
-        )
-    return [known[name] for name in wanted or known]
-
-
 def user_of(namespace: str, component: str) -> str:
     return f"{namespace}-{component}"
 
@@ -166,7 +148,7 @@ def password_variable(user: str) -> str:
     return re.sub(r"\W", "_", user).upper() + "_PASSWORD"
 
 
-def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> str:
+def nats_configuration(namespace: str, permissions: Collection[Permissions]) -> str:
     """A file to be included into nats-server's configuration.
 
     The graph has an account of its own: decode and prefill workers may make a stream, and in the
@@ -175,7 +157,7 @@ def nats_configuration(namespace: str, permissions: Sequence[Permissions]) -> st
     return f"accounts {{\n{nats_account(namespace, permissions)}}}\n"
 
 
-def nats_account(namespace: str, permissions: Sequence[Permissions]) -> str:
+def nats_account(namespace: str, permissions: Collection[Permissions]) -> str:
     users = "".join(_nats_user(namespace, one) for one in permissions)
     return (
         "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"
@@ -205,7 +187,7 @@ def _rule(subjects: Sequence[str]) -> str:
     return f"{{ allow: [\n{lines}        ] }}"
 
 
-def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
+def etcd_commands(namespace: str, permissions: Collection[Permissions]) -> str:
     """Lines for a shell in which etcdctl reaches etcd as its administrator."""
     lines = [
         "# etcdctl asks for each user's password. Afterwards, if etcd has no users yet:",
@@ -215,7 +197,7 @@ def etcd_commands(namespace: str, permissions: Sequence[Permissions]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list[str]]:
+def _etcd_steps(namespace: str, permissions: Collection[Permissions]) -> list[list[str]]:
     """The arguments of etcdctl, a list for each call. It asks for the passwords."""
     steps: list[list[str]] = []
     for one in permissions:
@@ -229,8 +211,8 @@ def _etcd_steps(namespace: str, permissions: Sequence[Permissions]) -> list[list
     return steps
 
 
-def make_users(
-    etcd_url: str, namespace: str, permissions: Sequence[Permissions], logins: Path
+async def make_users(
+    etcd_url: str, namespace: str, permissions: Collection[Permissions], logins: Path
 ) -> None:
     """Makes a user for each component, and `root`, and turns authentication on.
 
@@ -241,59 +223,47 @@ def make_users(
     Raises ConfigError for a file or URL that cannot be used, StartupError when etcd refuses.
     """
     users = [_ROOT, *(user_of(namespace, each.component) for each in permissions)]
-    etcdctl = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
+    as_root = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
     first = [["user", "add", _ROOT], ["user", "grant-role", _ROOT, _ROOT]]
-    for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
-        etcdctl.run(step)
+    try:
+        for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
+            await as_root.run(step)
+    except StartupError as exc:
+        raise StartupError(f"cannot make the users of etcd at {redact(etcd_url)}: {exc}") from exc
 
 
 class _EtcdCtl:
     """etcdctl as `root`. While authentication is off, etcd ignores who asks."""
 
     def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
-        from dynamo_lite.serve.child_environment import child_environment
+        self._etcd_url, self._passwords = etcd_url, passwords
 
-        self._passwords = passwords
-        self._environment = child_environment(etcd_environment(etcd_url))
-        self._program = program("etcdctl")
-        self._failure = f"cannot make the users of etcd at {redact(etcd_url)}"
-
-    def run(self, words: Sequence[str]) -> None:
+    async def run(self, words: Sequence[str]) -> None:
         """What exists stays, but a user gets the password of its file."""
         user = words[2] if words[:2] == ["user", "add"] else ""
-        done = self._call(words, typed=user)
-        if "already exists" in done.stderr:
-            if not user or self._has_password(user):
-                return
-            done = self._call(["user", "passwd", user], typed=user)
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            command = " ".join(done.args[3:5])
-            raise StartupError(f"{self._failure}: `etcdctl {command}` failed: {redact(reason)}")
-
-    def _has_password(self, user: str) -> bool:
-        """While authentication is off, etcd takes any password for right: False."""
-        if "Status: false" in self._call(["auth", "status"]).stdout:
-            return False
-        return self._call(["user", "get", user], as_user=user).returncode == 0
-
-    def _call(
-        self, words: Sequence[str], *, as_user: str = _ROOT, typed: str = ""
-    ) -> subprocess.CompletedProcess[str]:
-        """typed: the user whose password is the input. No argument has a password."""
-        login = {"ETCDCTL_USER": as_user, "ETCDCTL_PASSWORD": self._passwords[as_user]}
-        limits = (f"--command-timeout={_ANSWER_S}s", "--dial-timeout=10s")
         try:
-            return subprocess.run(
-                [self._program, *limits, *words, *(["--interactive=false"] if typed else [])],
-                env={**self._environment, **login},
-                input=f"{self._passwords[typed]}\n" if typed else "",
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as exc:
-            raise StartupError(f"{self._failure}: no answer within {_TIMEOUT_S:g} s") from exc
+            await self._call(*words, typed=user)
+        except StartupError as exc:
+            if "already exists" not in str(exc):
+                raise
+            if user and not await self._has_password(user):
+                await self._call("user", "passwd", user, typed=user)
+
+    async def _has_password(self, user: str) -> bool:
+        """While authentication is off, etcd takes any password for right: False."""
+        if "Status: false" in await self._call("auth", "status"):
+            return False
+        try:
+            await self._call("user", "get", user, as_user=user)
+        except StartupError:
+            return False
+        return True
+
+    async def _call(self, *words: str, as_user: str = _ROOT, typed: str = "") -> str:
+        """typed: the user whose password is the input."""
+        login = {"user": as_user, "password": self._passwords[as_user]}
+        line = f"{self._passwords[typed]}\n" if typed else ""
+        return await etcdctl(self._etcd_url, *words, timeout_s=_ANSWER_S, typed=line, **login)
 
 
 def _password(path: Path, user: str) -> str:

@@ -39,7 +39,7 @@ from dynamo_lite.cli.arguments import (
     Verbose,
     interruptible,
 )
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.serve.removed import removed_command
 

@@ -1,28 +1,12 @@
 """Prints decisions of decode engines: one in full, many as a table."""
 
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
-
-from dynamo_lite.cli.listing import as_clock, as_time, table
+from dynamo_lite.cli.listing import as_clock, as_time
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.protocol.decisions import Asked, Decision, QueueSeen
 
-#: When (seconds since the epoch), by which worker (lease), and what.
-_Taken = Sequence[tuple[float, int, Decision]]
-
-_COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcome", "took")
-
-
-def as_json(taken: _Taken) -> list[dict[str, Any]]:
-    return [
-        {"at": at, "worker": f"{lease_id:x}", **msgspec.to_builtins(d)} for at, lease_id, d in taken
-    ]
-
-
-def as_table(taken: _Taken) -> str:
-    return table(_COLUMNS, [_cells(at, d) for at, _, d in taken])
+#: Of the lease in JSON.
+KEY = "worker"
+COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcome", "took")
 
 
 def as_text(at: float, lease_id: int, d: Decision) -> str:
@@ -66,7 +50,7 @@ def _outcome(d: Decision) -> str:
     return f"{d.asked.outcome} after {as_time(_took_s(d.asked))}: {stages}"
 
 
-def _cells(at: float, d: Decision) -> list[str]:
+def cells(at: float, d: Decision) -> list[str]:
     return [
         as_clock(at),
         d.request_id,

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
-from dynamo_lite.cli.listing import Place, members, open_store, table
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, Place, members, on_graph, open_store, table
 from dynamo_lite.planner.drains import in_flight, look, seconds
 from dynamo_lite.planner.policy.drain import (
     Leaving,

@@ -10,12 +10,12 @@ from functools import partial
 from types import ModuleType
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from dynamo_lite.cli import decision_view, forward_view
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json
-from dynamo_lite.cli.listing import members_in, open_broker, open_store
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, members_in, on_graph, open_broker, open_store, table
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -32,6 +32,9 @@ from dynamo_lite.runtime.messaging import Messaging
 #: Timeout for the reply of one engine or Forwarder.
 _ANSWER_S = 3.0
 
+#: Decisions: when (seconds since the epoch by this host's clock), by whom (lease), and what.
+_Taken = Sequence[tuple[float, int, Any]]
+
 
 @dataclass(frozen=True)
 class _Answers:
@@ -40,8 +43,8 @@ class _Answers:
     kind: str
     #: The module that prints their decisions.
     view: ModuleType
-    #: When (seconds since the epoch by this host's clock), by whom (lease), and what; oldest first.
-    taken: list[tuple[float, int, Any]]
+    #: Oldest first.
+    taken: _Taken
     #: Number of those that replied.
     replied: int
     #: Those that did not: ids of engines, or leases of Forwarders, hexadecimal.
@@ -92,13 +95,13 @@ def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
             print(f"warning: {each.kind} {name} does not respond", file=sys.stderr)
     found = [each for each in answers if each.taken]
     if as_json:
-        rows = [row for each in found for row in each.view.as_json(each.taken)]
+        rows = [row for each in found for row in json_rows(each.view, each.taken)]
         print(json.dumps(rows, indent=2))
     elif wanted.request_id:
         texts = [each.view.as_text(*one) for each in found for one in each.taken]
         print("\n\n".join(texts), end="\n" if texts else "")
     else:
-        print("\n\n".join(each.view.as_table(each.taken) for each in found or answers[:1]))
+        print("\n\n".join(as_table(each.view, each.taken) for each in found or answers[:1]))
     if not wanted.request_id or found:
         return 0
     asked = " and ".join(
@@ -110,6 +113,18 @@ def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
         file=sys.stderr,
     )
     return EXIT_FAILED
+
+
+def json_rows(view: ModuleType, taken: _Taken) -> list[dict[str, Any]]:
+    """view: the module that prints such decisions."""
+    return [
+        {"at": at, view.KEY: f"{lease_id:x}", **msgspec.to_builtins(one)}
+        for at, lease_id, one in taken
+    ]
+
+
+def as_table(view: ModuleType, taken: _Taken) -> str:
+    return table(view.COLUMNS, [view.cells(at, one) for at, _, one in taken])
 
 
 async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
@@ -144,7 +159,7 @@ async def _ask(
 ) -> _Answers:
     """subjects: by the name of who is asked."""
 
-    async def ask(subject: str) -> list[tuple[float, int, Any]] | None:
+    async def ask(subject: str) -> _Taken | None:
         try:
             reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
             told = decode(reply)

@@ -1,11 +1,6 @@
 """Prints decisions of Forwarders: one in full, many as a table."""
 
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
-
-from dynamo_lite.cli.listing import as_clock, as_time, table
+from dynamo_lite.cli.listing import as_clock, as_time
 from dynamo_lite.protocol.forwarding import (
     ForwardAttempt,
     ForwardDecision,
@@ -14,21 +9,9 @@ from dynamo_lite.protocol.forwarding import (
     LegTaken,
 )
 
-#: When (seconds since the epoch), by which Forwarder (lease), and what.
-_Taken = Sequence[tuple[float, int, ForwardDecision]]
-
-_COLUMNS = ("at", "request", "prompt", "how", "prefill", "decode", "status", "outcome", "took")
-
-
-def as_json(taken: _Taken) -> list[dict[str, Any]]:
-    return [
-        {"at": at, "forwarder": f"{lease_id:x}", **msgspec.to_builtins(d)}
-        for at, lease_id, d in taken
-    ]
-
-
-def as_table(taken: _Taken) -> str:
-    return table(_COLUMNS, [_cells(at, d) for at, _, d in taken])
+#: Of the lease in JSON.
+KEY = "forwarder"
+COLUMNS = ("at", "request", "prompt", "how", "prefill", "decode", "status", "outcome", "took")
 
 
 def as_text(at: float, lease_id: int, d: ForwardDecision) -> str:
@@ -108,7 +91,7 @@ def _answer(d: ForwardDecision) -> str:
     return f"{d.outcome or 'under way'}: {status}{first}{took}"
 
 
-def _cells(at: float, d: ForwardDecision) -> list[str]:
+def cells(at: float, d: ForwardDecision) -> list[str]:
     chosen = {one.leg: one.engine for one in d.attempts[-1].choices} if d.attempts else {}
     return [
         as_clock(at),

@@ -100,7 +100,7 @@ def join(
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\
       --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
-    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.cli.listing import OnGraph
     from dynamo_lite.forward.join import COMPONENTS, JoinOptions, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
@@ -125,7 +125,10 @@ def join(
     except ValueError as exc:
         raise ConfigError([f"join: {exc}"]) from exc
     component = COMPONENTS[options.role]
-    place = find_place(state_dir, etcd_url, namespace, certificates, component)
+    graph = OnGraph(
+        state_dir=state_dir, etcd_url=etcd_url, namespace=namespace, certificates=certificates
+    )
+    place = graph.place(component)
     check_urls(None, place.etcd_url)
     check_certificates(place.folder, place.namespace, [component], bind_host, "--bind-host")
     spec = ProcessSpec(

@@ -5,18 +5,29 @@ supervisor, which forks, must not have gRPC's threads.
 """
 
 import asyncio
+import functools
+import inspect
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    CertificatesDir,
+    EtcdUrl,
+    Namespace,
+    NatsUrl,
+    StateDir,
+)
+from dynamo_lite.planner.drains import look
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_all, decode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -25,9 +36,10 @@ from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRec
 from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
-from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.run_state import read_run, running_certificates
+
+T = TypeVar("T")
 
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
@@ -52,33 +64,71 @@ class Place:
         return Certificates(self.folder, self.namespace, OPERATOR)
 
 
-def find_place(
-    state_dir: Path,
-    etcd_url: str | None,
-    namespace: str | None,
-    folder: Path | None = None,
-    component: str = OPERATOR,
-    nats_url: str | None = None,
-) -> Place:
-    """Takes the flags, or else what the running graph of `state_dir` uses. folder: of certificates.
-    component: whose certificate the URLs get.
+@dataclass(frozen=True, kw_only=True)
+class OnGraph:
+    """The options by which each command finds its graph."""
 
-    Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
-    """
-    running = read_run(state_dir)
-    url = etcd_url or (running.etcd if running else None)
-    if url is None:
-        raise StartupError(f"no graph runs on {state_dir}; name a server with --etcd-url")
-    if namespace is None:
-        namespace = running.namespace if running else "dynamo"
-    folder = folder or running_certificates(running, checked_namespace(namespace))
-    nats_url = nats_url or (running.nats if running else "")
-    return Place(
-        etcd_url=with_files(url, folder, component),
-        namespace=namespace,
-        nats_url=with_files(nats_url, folder, component),
-        folder=folder,
-    )
+    etcd_url: EtcdUrl = None
+    nats_url: NatsUrl = None
+    certificates: CertificatesDir = None
+    state_dir: StateDir = DEFAULT_STATE_DIR
+    namespace: Namespace = None
+
+    def place(self, component: str = OPERATOR) -> Place:
+        """As the options say, or else as the running graph of `state_dir` does. component: whose
+        certificate the URLs get.
+
+        Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
+        """
+        running = read_run(self.state_dir)
+        url = self.etcd_url or (running.etcd if running else None)
+        if url is None:
+            raise StartupError(f"no graph runs on {self.state_dir}; name a server with --etcd-url")
+        namespace = self.namespace
+        if namespace is None:
+            namespace = running.namespace if running else "dynamo"
+        folder = self.certificates or running_certificates(running, checked_namespace(namespace))
+        nats_url = self.nats_url or (running.nats if running else "")
+        return Place(
+            etcd_url=with_files(url, folder, component),
+            namespace=namespace,
+            nats_url=with_files(nats_url, folder, component),
+            folder=folder,
+        )
+
+    def on_store(self, work: Callable[[Store, Place], Awaitable[T]]) -> T:
+        """Runs `work` on the etcd of the graph.
+
+        Raises StartupError, Unavailable, ConfigError, and what `work` raises.
+        """
+        place = self.place()
+
+        async def run() -> T:
+            async with open_store(place) as store:
+                return await work(store, place)
+
+        return asyncio.run(run())
+
+
+def on_graph(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command these options, but for those `without`. It gets an OnGraph as `graph`."""
+    options = inspect.signature(OnGraph, eval_str=True).parameters.values()
+    added = [option for option in options if option.name not in without]
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            found = {option.name: given.pop(option.name) for option in added}
+            command(graph=OnGraph(**found), **given)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        every = [*(one for one in own if one.name != "graph"), *added]
+        keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every]
+        run.__annotations__ = {one.name: one.annotation for one in every}
+        vars(run)["__signature__"] = inspect.Signature(keyword)
+        return run
+
+    return decorated
 
 
 def checked_namespace(namespace: str) -> str:
@@ -117,20 +167,11 @@ async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
     return decode_all(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
 
 
-async def facts_of(
-    records: Iterable[EndpointRecord], certificates: Certificates | None
-) -> dict[str, dict[str, Any]]:
-    """Maps each status URL to what its process reports at /health. certificates: of who asks."""
-    urls = sorted({record.status_url for record in records})
-    reports = await asyncio.gather(*(fetch_health(url, certificates) for url in urls))
-    return dict(zip(urls, reports, strict=True))
-
-
 async def member_rows(
     records: list[EndpointRecord], certificates: Certificates | None
 ) -> list[dict[str, Any]]:
     """One row of plain values per endpoint; `age` in seconds. certificates: of who asks."""
-    facts, now = await facts_of(records, certificates), time.time()
+    facts, now = (await look(records, certificates)).facts, time.time()
     return [
         {
             "component": record.component,
@@ -140,7 +181,7 @@ async def member_rows(
             "host": record.host,
             "version": record.version or _UNKNOWN,
             "status_url": record.status_url,
-            "state": state_of(facts[record.status_url]),
+            "state": state_of(facts[record.lease_id]),
             "age": round(max(0.0, now - record.started_at), 1),
         }
         for record in records

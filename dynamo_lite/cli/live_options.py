@@ -11,8 +11,8 @@ import typer
 from msgspec import UNSET
 
 from dynamo_lite.cli.arguments import Json
-from dynamo_lite.cli.listing import Place, facts_of, members_in, table
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, Place, members_in, on_graph, table
+from dynamo_lite.planner import drains
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
@@ -252,10 +252,10 @@ async def rows(
     """
     values = await read(store, place.namespace, component)
     here = [member for member in running if member.component == component]
-    facts = await facts_of(here, place.certificates())
-    files = [each.get("options", {}).get("file", {}) for each in facts.values()]
+    seen = await drains.look(here, place.certificates())
+    files = [facts.get("options", {}).get("file", {}) for facts in seen.facts.values()]
     found: list[dict[str, Any]] = []
-    for option in [only] if only else LIVE_OPTIONS[component] if facts else values:
+    for option in [only] if only else LIVE_OPTIONS[component] if files else values:
         row: dict[str, Any] = {"key": f"{component}.{option}"}
         if option in values:
             row["set"] = values[option]

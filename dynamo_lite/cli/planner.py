@@ -14,10 +14,10 @@ import typer
 from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json, Targets
-from dynamo_lite.cli.listing import Place, facts_of, members_in, table
+from dynamo_lite.cli.listing import OnGraph, Place, members_in, on_graph, table
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
-from dynamo_lite.cli.on_graph import OnGraph, on_graph
 from dynamo_lite.cli.scale import parse_targets
+from dynamo_lite.planner import drains
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
 from dynamo_lite.planner.record import read as read_records
@@ -212,12 +212,11 @@ def _refusals(
     return mistakes or refusals(wanted, counts, facts["devices"], limits)
 
 
-async def _facts(store: Store, place: Place) -> dict[int, Mapping[str, Any]]:
+async def _facts(store: Store, place: Place) -> Mapping[int, Mapping[str, Any]]:
     """What each planner reports at /health, by its lease."""
     found = await members_in(store, place.namespace)
-    records = [record for record in found if record.component == "Planner"]
-    facts = await facts_of(records, place.certificates())
-    return {record.lease_id: facts[record.status_url] for record in records}
+    planners = [record for record in found if record.component == "Planner"]
+    return (await drains.look(planners, place.certificates())).facts
 
 
 def _as_json(state: PlannerState) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say
-from dynamo_lite.cli.listing import find_place, members
+from dynamo_lite.cli.listing import OnGraph, members
 from dynamo_lite.planner.drains import look
 from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.planner.policy.inputs import Role
@@ -129,7 +129,7 @@ async def _least_busy(
     state_dir: Path, component: str, number: int, ready: Collection[int], say: Say
 ) -> list[int]:
     """So many of these leases; fewer if their workers are not listed."""
-    place = find_place(state_dir, None, None)
+    place = OnGraph(state_dir=state_dir).place()
     workers = (await look(await members(place), place.certificates())).workers(component)
     leases: list[int] = []
     for _ in range(number):

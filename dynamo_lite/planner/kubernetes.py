@@ -10,10 +10,8 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
-
-import msgspec
 
 from dynamo_lite.planner.config import KubernetesOptions
 from dynamo_lite.planner.policy.inputs import Role
@@ -22,53 +20,12 @@ from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 
-_T = TypeVar("_T")
-
 #: Pods with a lower cost are ended first.
 _DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _LOWEST_COST = "-2147483647"
 #: A pod that is still listed this long after its grace period is on a lost host.
 _LOST_AFTER = timedelta(minutes=1)
 _SUBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-
-
-class _Selector(msgspec.Struct):
-    matchLabels: dict[str, str]
-
-
-class _Spec(msgspec.Struct):
-    selector: _Selector
-    replicas: int = 1
-
-
-class _Status(msgspec.Struct):
-    replicas: int = 0
-    readyReplicas: int = 0
-
-
-class _PodMetadata(msgspec.Struct):
-    name: str
-    annotations: dict[str, str] = {}
-    #: When its grace period is over; None: it does not end.
-    deletionTimestamp: datetime | None = None
-
-
-class _Pod(msgspec.Struct):
-    metadata: _PodMetadata
-
-
-class _Pods(msgspec.Struct):
-    items: list[_Pod]
-
-
-class _Metadata(msgspec.Struct):
-    resourceVersion: str
-
-
-class _Workload(msgspec.Struct):
-    metadata: _Metadata
-    spec: _Spec
-    status: _Status = msgspec.field(default_factory=_Status)
 
 
 class KubernetesConnector:
@@ -120,39 +77,38 @@ class KubernetesConnector:
         await self._api.patch(f"{self._pods}/{host}", change)
 
     async def _counts(self, component: str) -> RoleCounts:
-        found = await self._read(self._path(component), _Workload)
-        self._versions[component] = found.metadata.resourceVersion
-        labels = ",".join(
-            f"{key}={value}" for key, value in found.spec.selector.matchLabels.items()
-        )
-        pods = await self._read(f"{self._pods}?labelSelector={quote(labels)}", _Pods)
-        ready = min(found.status.readyReplicas, found.spec.replicas)
-        # A Deployment does not count its pods that end; they have their devices until then.
-        ends = [pod.metadata.deletionTimestamp for pod in pods.items]
-        ending = [at for at in ends if at is not None]
-        lost = sum(at < datetime.now(UTC) - _LOST_AFTER for at in ending)
-        self._marked[component] = [
-            pod.metadata.name
-            for pod in pods.items
-            if pod.metadata.deletionTimestamp is None
-            and pod.metadata.annotations.get(_DELETION_COST) == _LOWEST_COST
-        ]
-        return RoleCounts(
-            starting=found.spec.replicas - ready,
-            ready=ready,
-            draining=max(found.status.replicas - found.spec.replicas, 0) + len(ending) - lost,
-            lost=lost,
-            devices_each=self._workloads[component][1],
-            # The scheduler of Kubernetes knows; a pod without a device stays pending.
-            devices_free=100_000,
-        )
-
-    async def _read(self, path: str, kind: type[_T]) -> _T:
-        answer = await self._api.get(path)
+        path = self._path(component)
+        found = await self._api.get(path)
         try:
-            return msgspec.convert(answer, kind)
-        except msgspec.ValidationError as exc:
-            raise ProtocolError(f"Kubernetes: {path}: {exc}") from exc
+            spec, status = found["spec"], found.get("status", {})
+            self._versions[component] = str(found["metadata"]["resourceVersion"])
+            wanted = int(spec.get("replicas", 1))
+            ready = min(int(status.get("readyReplicas", 0)), wanted)
+            labels = ",".join(f"{k}={v}" for k, v in spec["selector"]["matchLabels"].items())
+            listed = await self._api.get(f"{self._pods}?labelSelector={quote(labels)}")
+            pods = [pod["metadata"] for pod in listed["items"]]
+            # A Deployment does not count its pods that end; they have their devices until then.
+            # The time is that of the end of the grace period.
+            ends = [end for one in pods if (end := one.get("deletionTimestamp")) is not None]
+            before = datetime.now(UTC) - _LOST_AFTER
+            lost = sum(datetime.fromisoformat(end) < before for end in ends)
+            self._marked[component] = [
+                str(one["name"])
+                for one in pods
+                if one.get("deletionTimestamp") is None
+                and one.get("annotations", {}).get(_DELETION_COST) == _LOWEST_COST
+            ]
+            return RoleCounts(
+                starting=wanted - ready,
+                ready=ready,
+                draining=max(int(status.get("replicas", 0)) - wanted, 0) + len(ends) - lost,
+                lost=lost,
+                devices_each=self._workloads[component][1],
+                # The scheduler of Kubernetes knows; a pod without a device stays pending.
+                devices_free=100_000,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise ProtocolError(f"Kubernetes: {path}: {exc!r}") from exc
 
     @property
     def _pods(self) -> str:

@@ -26,7 +26,7 @@ from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
 from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.processes import can_listen, end_group, free_port, start_group
+from dynamo_lite.serve.processes import can_listen, end_group, free_port, output_of, start_group
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState, write_private
 
@@ -331,6 +331,24 @@ def etcd_environment(url: str) -> dict[str, str]:
         "ETCDCTL_KEY": tls.key,
     }
     return {name: str(value) for name, value in variables.items() if value}
+
+
+async def etcdctl(url: str, *words: str, timeout_s: int, typed: str = "", **login: str) -> str:
+    """What `etcdctl` prints. It has ended when this call ends.
+
+    typed: its input. login: `user` and `password` in place of those of the URL. They are in its
+    environment, where no other user of this machine sees them. The environment has nothing else:
+    variables of the caller may name another etcd.
+
+    Raises ConfigError for a bad URL, StartupError if etcd refuses or does not answer in time.
+    """
+    limits = (f"--{step}-timeout={timeout_s}s" for step in ("dial", "command"))
+    command = [program("etcdctl"), *limits, *words, *(["--interactive=false"] if typed else [])]
+    variables = {f"ETCDCTL_{name.upper()}": value for name, value in login.items()}
+    environment = etcd_environment(url) | variables
+    failed = f"`etcdctl {' '.join(words[:2])}` failed"
+    answer = await output_of(failed, command, environment, typed.encode(), timeout_s + 1)
+    return answer.decode(errors="replace")
 
 
 def program(name: str) -> str:

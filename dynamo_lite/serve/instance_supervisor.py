@@ -14,15 +14,9 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.backoff import Backoff
-from dynamo_lite.serve.embedded import etcd_environment, program
+from dynamo_lite.serve.embedded import etcdctl
 from dynamo_lite.serve.launches import Launch
-from dynamo_lite.serve.processes import (
-    end_group,
-    output_of,
-    signal_group,
-    start_group,
-    terminate,
-)
+from dynamo_lite.serve.processes import end_group, signal_group, start_group, terminate
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
@@ -302,11 +296,7 @@ async def revoke_lease(etcd_url: str, lease_id: int) -> bool:
     etcdctl does it: this process forks, so it must not have the threads of a gRPC client.
     """
     try:
-        limits = (f"--{step}-timeout={_REVOKE_TIMEOUT_S}s" for step in ("dial", "command"))
-        command = (program("etcdctl"), *limits, "lease", "revoke", f"{lease_id:x}")
-        # Without the variables of the user, which may name another etcd.
-        environment = etcd_environment(etcd_url)
-        await output_of("etcdctl", command, environment, b"", _REVOKE_TIMEOUT_S + 1)
+        await etcdctl(etcd_url, "lease", "revoke", f"{lease_id:x}", timeout_s=_REVOKE_TIMEOUT_S)
     except (ConfigError, StartupError) as exc:
         if "requested lease not found" in str(exc):
             return True

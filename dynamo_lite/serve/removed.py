@@ -106,8 +106,12 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "sidecar --prefiller-choice": "nothing: the first healthy engine that is named is taken",
         "sidecar --insecure-skip-verify": "`--ca-file`: the authority of the engines' certificates",
         **{
-            f"access {server} --env": "the URL and files that it prints, in the configuration"
+            f"access {server} {option}": instead
             for server in ("etcd", "nats")
+            for option, instead in {
+                "--component": "nothing: it prints the users of all components",
+                "--env": "the URL and files that it prints, in the configuration",
+            }.items()
         },
         "sidecar --prefill-failure": "nothing: the decode engine computes the prompt",
         "switch": "remove one worker and add one: `scale PrefillWorker=1`, `scale VllmWorker=2`",

@@ -6,7 +6,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dynamo_lite.cli.forward_view import as_table, as_text
+from dynamo_lite.cli import forward_view
+from dynamo_lite.cli.explain import as_table
 from dynamo_lite.forward import decision_log
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.errors import ProtocolError
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 def shown(decision: ForwardDecision) -> str:
     past = 0.0, 7, decision
-    assert as_table([past])
-    return as_text(*past)
+    assert as_table(forward_view, [past])
+    return forward_view.as_text(*past)
 
 
 def results(attempt: ForwardAttempt) -> list[tuple[str, int, str]]:

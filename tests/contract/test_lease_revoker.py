@@ -42,7 +42,8 @@ async def test_a_refused_login_is_logged_without_the_password(
         url = etcd_url_of(server, certificates.query(), "me:wrong-s3cret")
         assert not await revoke_lease(url, 0x1234)
         (message,) = caplog.messages
-        assert message.startswith("lease 1234 was not revoked, it will expire: etcdctl: ")
+        said = "lease 1234 was not revoked, it will expire: `etcdctl lease revoke` failed: "
+        assert message.startswith(said)
         assert "authentication failed" in message and "s3cret" not in message
 
 

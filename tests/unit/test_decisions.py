@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.cli import decision_view
+from dynamo_lite.cli.explain import as_table, json_rows
 from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.protocol.codec import encode
@@ -188,9 +189,9 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     assert "remote, long" in text and "0 of them cached here" in text
     assert "  outcome  under way" in text and "1 prefill worker;" in text
     assert "  outcome  computed here" in decision_view.as_text(*local)
-    lines = decision_view.as_table([remote, local]).splitlines()
+    lines = as_table(decision_view, [remote, local]).splitlines()
     assert "remote/long" in lines[1] and "local/short" in lines[2]
-    told_json = decision_view.as_json([remote])[0]
+    told_json = json_rows(decision_view, [remote])[0]
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
 
 

@@ -62,7 +62,7 @@ async def test_a_process_that_does_not_answer_is_silent(
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     async with answering(answer) as url:
         urls = (url, "", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x")
-        members = [endpoint_record(10, status_url=each) for each in urls]
+        members = [endpoint_record(n, status_url=each) for n, each in enumerate(urls, 10)]
         rows = await member_rows(members, None)
     assert [row["state"] for row in rows] == ["silent"] * len(urls)
 

@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from dynamo_lite.cli import live_options
 from dynamo_lite.cli.listing import Place
+from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
@@ -138,10 +139,10 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
         "silent": {},
     }
 
-    async def facts_of(members: Any, certificates: Any) -> dict[str, Any]:
-        return {member.status_url: reports[member.status_url] for member in members}
+    async def fetch_health(url: str, certificates: Any) -> dict[str, Any]:
+        return reports[url]
 
-    monkeypatch.setattr(live_options, "facts_of", facts_of)
+    monkeypatch.setattr(drains, "fetch_health", fetch_health)
     members = [endpoint_record(n, status_url=url) for n, url in enumerate(reports, 1)]
     place = Place(etcd_url="", namespace="t")
 
