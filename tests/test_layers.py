@@ -54,19 +54,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_043,
-    "dynamo_lite/runtime": 6_217,
-    "dynamo_lite/routing": 1_074,
-    "dynamo_lite/transfer": 1_293,
-    "dynamo_lite/request_plane": 2_073,
-    "dynamo_lite/disagg": 6_749,
-    "dynamo_lite/vllm": 7_149,
-    "dynamo_lite/forward": 5_149,
-    "dynamo_lite/planner": 2_131,
-    "dynamo_lite/serve": 5_738,
-    "dynamo_lite/cli": 2_843,
-    "tests": 56_975,
-    "tests/simulation": 8_562,
+    "dynamo_lite/protocol": 2_004,
+    "dynamo_lite/runtime": 6_165,
+    "dynamo_lite/routing": 1_070,
+    "dynamo_lite/transfer": 1_275,
+    "dynamo_lite/request_plane": 1_914,
+    "dynamo_lite/disagg": 6_614,
+    "dynamo_lite/vllm": 7_034,
+    "dynamo_lite/forward": 5_049,
+    "dynamo_lite/planner": 2_087,
+    "dynamo_lite/serve": 5_713,
+    "dynamo_lite/cli": 2_764,
+    "tests": 56_910,
+    "tests/simulation": 8_561,
 }
 SLACK = 50
 

@@ -7,7 +7,7 @@
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -146,7 +146,7 @@ async def following(
     prefix: str,
     take: Callable[[WatchEvent], Awaitable[None] | None],
     on_failure: OnFailure = log_failure,
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None]:
     """Gives each event of a watch on `prefix` to `take`.
 
     Entering waits until `take` has the first listing. Raises StoreUnavailable when it comes too
