@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from dynamo_lite.protocol import names
@@ -13,11 +14,20 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain, decode_explained
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
-from tests.vllm.asking import tokens_of
-from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually, reached
+from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.graph import (
+    NAMESPACE,
+    Graph,
+    PlainServer,
+    command_line,
+    descendants_of,
+    eventually,
+    reached,
+)
 from tests.vllm.live import command
 from tests.vllm.slow import SLOW_OPTIONS, longs
 from tests.vllm.test_decisions import counting
+from tests.vllm.test_migration import is_back
 from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -84,6 +94,34 @@ async def test_a_prefill_worker_that_is_killed_half_way(ranks: Graph, reference:
         timeout_s=180,
         what="it is back",
     )
+    await ranks.settled()
+
+
+async def test_a_rank_that_dies_ends_no_answer_early(ranks: Graph):
+    """vLLM ends the other rank as well, and calls its requests aborted. They are lost as those of
+    the dead one are: answered whole by the worker that is started again, or with an error."""
+    worker = ranks.process("VllmWorker")
+    (rank,) = (p for p in descendants_of(worker.pid) if "VLLM::EngineCore_DP1" in command_line(p))
+    body = {"model": "tiny", "max_tokens": 600, "ignore_eos": True, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=ranks.url, timeout=120) as http:
+        asking = [
+            asyncio.create_task(
+                http.post("/v1/completions", json={"prompt": prompt_ids(40 + i, 1720), **body})
+            )
+            for i in range(8)
+        ]
+        await reached(
+            lambda: ranks.health("VllmWorker")["in_flight"] == len(asking),
+            timeout_s=60,
+            what="all are under way",
+        )
+        os.kill(rank, signal.SIGKILL)
+        answers = await asyncio.gather(*asking)
+    for answer in answers:
+        assert answer.status_code != 200 or (
+            len(answer.json()["choices"][0]["token_ids"]) == body["max_tokens"]
+        ), answer.text[-200:]
+    await reached(lambda: is_back(ranks, 0, worker.pid), timeout_s=180, what="it is back")
     await ranks.settled()
 
 
