@@ -80,6 +80,7 @@ def endpoint_record(
     subject: str = "",
     stream: str | None = None,
     tls: bool = False,
+    wire_version: int = WIRE_VERSION,
     **fields: Any,
 ) -> EndpointRecord:
     """A registered component. subject: where it takes requests; the usual one if it is empty."""
@@ -90,7 +91,8 @@ def endpoint_record(
         namespace=namespace,
         lease_id=lease_id,
         transport=EndpointTransport(nats_tcp=subject or usual, stream=stream, tls=tls),
-        **({"wire_version": WIRE_VERSION} | fields),
+        wire_version=wire_version,
+        **fields,
     )
 
 

@@ -320,10 +320,9 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     remote.client.retain([])
     remote.server.deliver([tokens("a", 2, finish="stop")])
     await eventually(lambda: len(remote.outputs.deltas) == 2)
-    before = remote.server._requests["a"].session.client_id
-    await eventually(lambda: remote.server.session(before) is None)
+    await eventually(lambda: remote.server.session("frontend.1") is None)
     await remote.client.submit(remote.member, generate_request("b"))
-    assert remote.server._requests["b"].session.client_id != before
+    assert remote.server._requests["b"].session is remote.server.session("frontend.2")
     assert remote.outputs.lost == []
 
 
