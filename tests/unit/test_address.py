@@ -12,6 +12,7 @@ from dynamo_lite.runtime.address import (
     ServerAddress,
     advertised_address,
     host_port,
+    local_url,
     parse_etcd_url,
     parse_nats_url,
     redact,
@@ -208,6 +209,12 @@ def test_what_a_failed_handshake_means(text: str, meaning: str) -> None:
 
 def test_ipv6_is_bracketed() -> None:
     assert (host_port("::1", 5), host_port("h", 5)) == ("[::1]:5", "h:5")
+
+
+def test_a_client_on_the_same_machine_uses_loopback() -> None:
+    assert local_url("0.0.0.0", 5, tls=False) == "http://127.0.0.1:5"
+    assert local_url("::", 5, tls=True) == "https://[::1]:5"
+    assert local_url("10.0.0.12", 5, tls=False) == "http://10.0.0.12:5"
 
 
 @pytest.mark.parametrize(

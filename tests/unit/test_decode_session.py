@@ -229,7 +229,7 @@ async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                     await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
                 case "roster":
                     assert net.workers._roster is not None
-                    monkeypatch.setattr(net.workers._roster, "_apply", broken)
+                    monkeypatch.setattr(net.workers._roster, "_publish", broken)
                     await scene.join(OTHER)
                 case _:
                     key = names.live_options_key(NAMESPACE, "VllmWorker")
