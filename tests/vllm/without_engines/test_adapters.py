@@ -267,9 +267,7 @@ async def test_two_frontends_that_load_the_same_adapter_both_serve_it(graph: Gra
     await eventually(lambda: "a" in first.lora_requests and "a" in second.lora_requests)
 
 
-async def test_what_another_frontend_did_last_counts(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-):
+async def test_what_another_frontend_did_last_counts(graph: Graph, monkeypatch: pytest.MonkeyPatch):
     """The first one's own change comes after it has heard of the other one's."""
     path = write(graph.folder / "a")
     (one, first), (two, second) = await graph.frontend(), await graph.frontend()
