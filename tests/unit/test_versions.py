@@ -1,7 +1,7 @@
 """Members of other versions: which are accepted, and the texts with which others are refused."""
 
 from dynamo_lite import __version__
-from dynamo_lite.protocol.codec import WIRE_VERSION, decode_json, encode_json
+from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit, unsupported
 from tests.builders import endpoint_record
@@ -15,12 +15,6 @@ def member(version: str, wire_version: int) -> EndpointRecord:
 
 def test_releases_with_one_wire_version_work_together() -> None:
     assert misfit(member("9.9.9", WIRE_VERSION)) == ""
-
-
-def test_a_record_from_before_these_fields_is_taken() -> None:
-    old = encode_json(member("", 0))
-    assert b"version" not in old
-    assert misfit(decode_json(old, EndpointRecord)) == ""
 
 
 def test_a_refusal_names_both_versions() -> None:
