@@ -16,6 +16,7 @@ import pytest
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
+from tests.joining import Cluster, cluster
 from tests.servers import PrivateServer, private_server
 
 pytest_plugins = ("tests.heap",)
@@ -141,6 +142,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def namespace() -> str:
     """A namespace that no other test uses."""
     return f"t-{secrets.token_hex(3)}"
+
+
+@pytest.fixture
+async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
+    """Joined engines and Forwarders."""
+    async with cluster(namespace, etcd_url, nats_url) as made:
+        yield made
 
 
 @pytest.fixture

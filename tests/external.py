@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 import dataclasses
 import subprocess
-import sysconfig
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import trustme
 
-from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats, program
 
 PASSWORD = "s3cret/@,x"
 #: The user of both servers, as a URL has it.
 LOGIN = "me:s3cret%2F%40%2Cx"
 USERS = f'authorization {{ user: me, password: "{PASSWORD}" }}\n'
-_ETCDCTL = Path(sysconfig.get_path("scripts")) / "etcdctl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ class TlsEtcd(EmbeddedEtcd):
         await asyncio.to_thread(
             subprocess.run,
             [
-                *(_ETCDCTL, "--endpoints", self.url, "--cacert", folder / "ca.pem"),
+                *(program("etcdctl"), "--endpoints", self.url, "--cacert", folder / "ca.pem"),
                 # A test may need a server with a wrong certificate.
                 "--insecure-skip-tls-verify",
                 *("--cert", folder / "client.pem", "--key", folder / "client-key.pem"),

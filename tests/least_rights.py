@@ -2,14 +2,13 @@
 
 import os
 import subprocess
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dynamo_lite.cli.access import etcd_commands, nats_account, password_variable, user_of
 from dynamo_lite.protocol.permissions import all_permissions, inbox_of
-from dynamo_lite.serve.embedded import EmbeddedEtcd
+from dynamo_lite.serve.embedded import EmbeddedEtcd, program
 from dynamo_lite.serve.run_state import write_private
 from tests.conftest import running
 from tests.external import TlsNats
@@ -17,7 +16,6 @@ from tests.external import TlsNats
 PASSWORD = "s3cret"
 #: A graph on the same servers, whose users have the rights of its components, too.
 FOREIGN = "foreign-1"
-_ETCDCTL = Path(sysconfig.get_path("scripts")) / "etcdctl"
 #: etcdctl as a person uses it, who types each new user's password.
 _TYPING = f"""
 set -e
@@ -74,7 +72,7 @@ def least_rights(directory: Path, namespace: str) -> Iterator[LeastRights]:
     with running(broker) as nats, running(EmbeddedEtcd(directory / "etcd")) as etcd:
         subprocess.run(
             ["sh", "-c", f"{_TYPING}{commands}{_ROOT}"],
-            env={**os.environ, "ETCDCTL": str(_ETCDCTL), "ETCDCTL_ENDPOINTS": etcd},
+            env={**os.environ, "ETCDCTL": program("etcdctl"), "ETCDCTL_ENDPOINTS": etcd},
             check=True,
             capture_output=True,
             timeout=120,

@@ -9,8 +9,9 @@ from dynamo_lite.disagg.prefill.staging import Transposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import plain_array, region_of_tensor
+from tests.twins.mover import MemoryFabric, MemoryMover
 
-BLOCK_TOKENS, HEAD_SIZE, LAYERS = 8, 3, 4
+BLOCKS, BLOCK_TOKENS, HEAD_SIZE, LAYERS = 6, 8, 3, 4
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,21 @@ class ShardedEngine:
             return TorchTransposer([tensor.untyped_storage() for tensor in flat], num_bytes)
 
         return opened
+
+
+def engine(
+    fabric: MemoryFabric,
+    name: str,
+    shape: Shape,
+    heads: int = 4,
+    blocks: int = BLOCKS,
+    *,
+    truth: bool,
+) -> ShardedEngine:
+    """All ranks of an engine, over the mover's twin."""
+    ranks = range(shape.tensor * shape.pipeline)
+    movers = {rank: MemoryMover(fabric, f"{name}{rank}") for rank in ranks}
+    return ShardedEngine(shape, heads, blocks, movers, truth=truth)
 
 
 def kv_of(shard: Shard) -> np.ndarray:

@@ -8,7 +8,6 @@ engine is down at a time, so no request may fail of which the client has had not
 """
 
 import asyncio
-import contextlib
 import itertools
 import random
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from dynamo_lite.runtime.tasks import running
 from tests.chaos.arena import Say
-from tests.chaos.load import Load, telling
+from tests.chaos.load import Load, pause, telling
 from tests.chaos.questions import Known, Question, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
@@ -112,7 +111,7 @@ class ForwardStorm:
             cluster.kills.append(time.monotonic() + (_DOWN_S if kill.core else 0.0))
         self.counts[kill.name] += 1
         self._say(f"killed {kill.name} ({', '.join(engine.url[7:] for engine in struck)})")
-        await self._pause(self._rng.uniform(0, _DOWN_S))
+        await pause(self._stop, self._rng.uniform(0, _DOWN_S))
         # All at once: a machine with few cores starts two engines in the time of one.
         await asyncio.gather(*map(self._again, struck))
 
@@ -126,14 +125,10 @@ class ForwardStorm:
 
     async def _lane(self, role: Role) -> None:
         for kill in itertools.cycle(kill for kill in KILLS if kill.role == role):
-            await self._pause(self._rng.uniform(*_PAUSE_S))
+            await pause(self._stop, self._rng.uniform(*_PAUSE_S))
             if self._stop.is_set() or self.trouble:
                 return
             await self.strike(kill)
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), seconds)
 
 
 async def under_load(

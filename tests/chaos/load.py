@@ -6,6 +6,7 @@ is asked again; whatever else goes wrong is a lost request.
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -24,6 +25,12 @@ _NEWS_S = 5.0
 #: Says why an attempt could not but break, or "". Takes since when it ran (`time.monotonic()`), and
 #: whether any of its answer had come.
 Excuse = Callable[[float, bool], str]
+
+
+async def pause(stop: asyncio.Event, seconds: float) -> None:
+    """Ends earlier if `stop` is set."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
 
 
 @dataclass
@@ -155,10 +162,7 @@ class Load:
                 leaves_s = self._rng.choice((0.03, 0.2, 1.0)) * self._rng.random()
             await self.one(question, leaves_s)
             pause_s = self._rng.expovariate(1 / self._pause_s) if self._pause_s else 0.0
-            try:
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
-            except TimeoutError:
-                pass
+            await pause(self._stopping, pause_s)
 
     async def one(self, question: Question, leaves_s: float | None = None) -> Answer | None:
         """One request to its end; returns the answer, right or wrong, if there is one.

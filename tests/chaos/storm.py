@@ -6,7 +6,6 @@ lost request is done: a decode worker is hit while another one is ready.
 """
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from tests.chaos.arena import Arena, Say
 from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting
 from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, ROUTER, Cluster
-from tests.chaos.load import Load
+from tests.chaos.load import Load, pause
 from tests.chaos.report import Report
 
 _RETRY_S = 0.5
@@ -143,7 +142,7 @@ class Storm:
                 tasks.create_task(self._strike(lane, blows), name=f"lane {lane.name}")
 
     async def _strike(self, lane: Lane, blows: Blows) -> None:
-        await self._pause(blows.rng.uniform(0, lane.pause_s[1]))
+        await pause(self._stop, blows.rng.uniform(0, lane.pause_s[1]))
         while not self._stop.is_set():
             kind = _due(lane, blows)
             pause_s = blows.rng.uniform(*lane.pause_s)
@@ -154,11 +153,7 @@ class Storm:
             except (TimeoutError, AssertionError, DynamoLiteError, ProcessLookupError) as exc:
                 self.trouble.append(f"{kind.name}: {type(exc).__name__}: {exc}"[:2000])
                 blows.say(f"trouble: {self.trouble[-1]}")
-            await self._pause(pause_s)
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), seconds)
+            await pause(self._stop, pause_s)
 
 
 def _due(lane: Lane, blows: Blows) -> Kind:

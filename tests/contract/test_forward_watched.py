@@ -12,19 +12,13 @@ from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.serve.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
-from tests.joining import Cluster, Running, cluster
+from tests.joining import Cluster, Running
 from tests.lacking import lacking
 from tests.unit.test_dashboard import vllm_app
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 PAGE_MS = 60_000
-
-
-@pytest.fixture
-async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(namespace, etcd_url, nats_url) as made:
-        yield made
 
 
 async def started(c: Cluster) -> Running:

@@ -18,7 +18,6 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import endpoint_record, eventually, members_when, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
@@ -284,19 +283,3 @@ async def test_no_worker_is_blamed_for_our_own_outage() -> None:
         messaging.set_connected(True)
         assert await graph.next_turn() == (set(), {B})
         assert graph.responsive() == [A]
-
-
-async def test_an_outage_of_the_broker_makes_no_worker_silent(nats_server) -> None:
-    async with (
-        NatsMessaging(nats_server.url) as messaging,
-        Graph(messaging).open() as graph,
-        graph.beating(A),
-    ):
-        await graph.join(A)
-        await nats_server.kill()
-        await eventually(lambda: graph.monitor.silent_for(A) > 2 * health.SILENT_S)
-        await nats_server.restart()
-        await eventually(lambda: messaging.connected)
-        await graph.hear(10)
-        assert graph.turned.empty() and graph.responsive() == [A]
-    assert "unresponsive=[]" in repr(graph.monitor)

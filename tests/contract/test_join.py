@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,17 +10,11 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from dynamo_lite.runtime.store import Lease, Store
 from tests.builders import eventually
-from tests.joining import Cluster, cluster
+from tests.joining import Cluster
 from tests.servers import PrivateServer
 from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-
-@pytest.fixture
-async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(namespace, etcd_url, nats_url) as made:
-        yield made
 
 
 async def registered(c: Cluster) -> EndpointRecord:

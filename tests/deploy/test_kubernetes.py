@@ -41,17 +41,6 @@ def resources(overlay: Path) -> list[Resource]:
     return build(overlay)
 
 
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
-    """An overlay of a user's own, with all components."""
-    return build(with_components(tmp_path_factory.mktemp("complete")))
-
-
-@pytest.fixture(scope="module")
-def planes() -> list[Resource]:
-    return build(KUBERNETES / "planes")
-
-
 def command_of(deployment: Resource, overlay: Path) -> Served:
     """Its arguments, with the variables that Kubernetes puts in."""
     arguments = [a.replace("$(POD_IP)", "10.0.0.9") for a in container_of(deployment)["args"]]
@@ -73,12 +62,12 @@ def test_every_resource_is_what_the_api_server_takes(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_planes_and_components_are_what_the_api_server_takes(
-    planes: list[Resource], complete: list[Resource], version: str
+    planes: list[Resource], everything: list[Resource], version: str
 ) -> None:
     assert {r["kind"] for r in planes} == {
         *("Service", "PodDisruptionBudget", "StatefulSet", "Job", "NetworkPolicy")
     }
-    for resource in [*planes, *complete]:
+    for resource in everything:
         # Those of the Prometheus operator: test_monitoring.py.
         if not resource["apiVersion"].startswith("monitoring."):
             kubernetes_validate.validate(resource, version, strict=True)
@@ -190,13 +179,10 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 def test_every_secret_is_one_that_the_page_makes(
-    resources: list[Resource],
-    complete: list[Resource],
-    planes: list[Resource],
-    secrets: dict[str, set[str]],
+    resources: list[Resource], everything: list[Resource], secrets: dict[str, set[str]]
 ) -> None:
     """And every file that a command line, a URL or an option names is in it."""
-    for workload in [*resources, *complete, *planes]:
+    for workload in [*resources, *everything]:
         if workload["kind"] not in ("Deployment", "StatefulSet", "Job"):
             continue
         container, files = container_of(workload), set[str]()
@@ -235,16 +221,15 @@ def test_images_and_references_exist(resources: list[Resource]) -> None:
 
 
 def test_selectors_choose_the_pods_that_are_meant(
-    resources: list[Resource], complete: list[Resource], planes: list[Resource]
+    resources: list[Resource], everything: list[Resource]
 ) -> None:
     pods = {
         workload["metadata"]["name"]: workload["spec"]["template"]["metadata"]["labels"]
-        for workload in [*complete, *planes]
+        for workload in everything
         if workload["kind"] in ("Deployment", "StatefulSet", "Job")
     }
     graph = {deployment["metadata"]["name"] for deployment in of_kind(resources, "Deployment")}
     assert set(pods) == {*graph, "operator", "etcd", "etcd-users"}
-    everything = [*complete, *planes]
     services = {s["metadata"]["name"]: s for s in of_kind(everything, "Service")}
 
     def chosen(selector: dict[str, str]) -> set[str]:

@@ -3,21 +3,15 @@
 import pytest
 
 from tests.deploy import nats_chart
-from tests.deploy.kubernetes import KUBERNETES, container_of, of_kind, with_components
-from tests.deploy.kustomize import Resource, build
+from tests.deploy.kubernetes import container_of, of_kind
+from tests.deploy.kustomize import Resource
 from tests.deploy.policies import Pod, reachable
 
 ANY = None
 
 
 @pytest.fixture(scope="module")
-def resources(tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
-    mine = with_components(tmp_path_factory.mktemp("complete"))
-    return [*build(mine), *build(KUBERNETES / "planes")]
-
-
-@pytest.fixture(scope="module")
-def pods(resources: list[Resource]) -> dict[str, Pod]:
+def pods(everything: list[Resource]) -> dict[str, Pod]:
     found = {
         workload["metadata"]["name"]: Pod(
             workload["spec"]["template"]["metadata"]["labels"],
@@ -26,7 +20,7 @@ def pods(resources: list[Resource]) -> dict[str, Pod]:
                 for port in container_of(workload).get("ports", ())
             },
         )
-        for workload in resources
+        for workload in everything
         if workload["kind"] in ("Deployment", "StatefulSet", "Job")
     }
     return found | {
@@ -59,8 +53,8 @@ ALLOWED = {
 }
 
 
-def test_no_pod_reaches_more_than_it_must(pods: dict[str, Pod], resources: list[Resource]) -> None:
-    policies = of_kind(resources, "NetworkPolicy")
+def test_no_pod_reaches_more_than_it_must(pods: dict[str, Pod], everything: list[Resource]) -> None:
+    policies = of_kind(everything, "NetworkPolicy")
     seen = {
         (source, target): reachable(pods[source], pods[target], policies)
         for source in pods

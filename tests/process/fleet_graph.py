@@ -7,20 +7,28 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.serve.services.frontend.dispatcher import rotate
 from dynamo_lite.serve.services.services import Graph, Service
-from tests.process.dispatcher import Requests
+from tests.builders import generate_request
 from tests.process.null_graph import NullBackend, NullWorker, NullWorkerConfig
 
 
@@ -47,6 +55,50 @@ class CallerConfig:
     tokens: int = 300
     prompt_tokens: int = 20
     results: str = ""
+
+
+class Requests:
+    """transport: as of a FailoverClient. members: that are asked, by turns."""
+
+    def __init__(
+        self,
+        transport: Callable[[OnDeltas, OnLost], RemoteGenerateClient],
+        members: Callable[[], Sequence[EndpointRecord]],
+    ):
+        self._tokens: dict[str, list[int]] = {}
+        self._ends: dict[str, asyncio.Future[str]] = {}
+        self.client = FailoverClient(
+            transport,
+            members=members,
+            picker=RoundRobin(),
+            on_deltas=self._on_deltas,
+            on_ended=self._on_ended,
+        )
+
+    async def ask(self, request_id: str, tokens: int, prompt: list[int]) -> tuple[list[int], str]:
+        """The tokens, and the reason of the end. Raises the error with which the request ends."""
+        sampling = msgspec.msgpack.encode({"max_tokens": tokens})
+        request = generate_request(request_id, prompt_token_ids=prompt, sampling=sampling)
+        self._tokens[request_id] = []
+        end = self._ends[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.client.submit(request, movable=Continue(reason="test"))
+            return self._tokens[request_id], await end
+        finally:
+            del self._tokens[request_id], self._ends[request_id]
+
+    async def all_ended(self) -> None:
+        if self._ends:
+            await asyncio.wait(self._ends.values())
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self._tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self._ends[delta.request_id].set_result(delta.finish_reason)
+
+    def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        self._ends[request_id].set_exception(error)
 
 
 class Caller:

@@ -66,13 +66,6 @@ def test_commands_know_the_certificates_that_a_graph_has_made_or_are_told(tmp_pa
             assert listed("--state-dir", str(tmp_path)).count(" ready ") == 3
 
 
-def test_loopback_needs_none(tmp_path: Path):
-    with serving(tmp_path, until="ready http") as graph:
-        assert graph.run_json()["certificates"] == ""
-        assert graph.processes()["Front-0"]["status_url"].startswith("http://")
-    assert not (tmp_path / "certificates").exists()
-
-
 def test_named_certificates_are_used_and_bad_ones_refused_with_a_line_each(tmp_path: Path):
     state, folder = tmp_path / "state", tmp_path / "certificates"
     make_certificates(folder, "dynamo", ["Front", "Back", "Operator"])

@@ -5,22 +5,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.builders import eventually
-from tests.joining import Cluster, cluster
+from tests.joining import Cluster
 from tests.process.command import PATIENCE_S, ROOT, run
 from tests.process.joining import joining
 from tests.servers import PrivateServer
-
-
-@pytest.fixture
-async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(namespace, etcd_url, nats_url) as made:
-        yield made
 
 
 def at(c: Cluster, etcd: str = "") -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """Every component as a process with the rights that `dynamo-lite access` prints, and no more.
 
-nats-server and etcd are real and know a user per component. The engines compute nothing: for the
-part that vLLM's process has in a decode worker, the test sends jobs and answers claims with the
-decode worker's rights. `tests/vllm/test_access.py` has the real engines.
+nats-server and etcd are real and know a user per component. The engines compute nothing, and there
+are no remote prefills: `tests/vllm/test_access.py` has those.
 """
 
 import asyncio

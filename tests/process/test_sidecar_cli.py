@@ -95,12 +95,13 @@ async def test_it_serves_https_and_drains(certificates: Certificates):
 
 
 async def test_a_second_signal_ends_it_at_once():
+    """Of another kind, too."""
     async with sidecar() as b:
         b.decode[0].faults.append(Fault(hold=asyncio.Event()))
         asked = b.streams()
         await eventually(lambda: b.decode[0].legs, 20)
         await b.stops()
-        b.process.signal(signal.SIGTERM)
+        b.process.signal(signal.SIGINT)
         assert await asyncio.to_thread(b.process.end) == 130
         with pytest.raises(aiohttp.ClientError):
             await asked

@@ -38,6 +38,7 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert re.fullmatch(rf"nats://127.0.0.1:\d+\?login={re.escape(str(login))}", state["nats"])
         assert stat.S_IMODE(login.stat().st_mode) == 0o600
         assert state["etcd"].startswith("https://127.0.0.1:")
+        assert state["certificates"] == "" and not (tmp_path / "certificates").exists()
         entries = graph.processes()
         assert set(entries) == {"Front-0", "Back-0", "Back-1"}
         for entry in entries.values():

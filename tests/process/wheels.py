@@ -28,10 +28,10 @@ def source(folder: Path) -> Path:
     return folder
 
 
-def build(folder: Path, out: Path, *options: str) -> list[Path]:
+def build(folder: Path, out: Path) -> list[Path]:
     """`python -m build` with the tools of this environment. Returns the distributions."""
     _run(
-        *(sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", *options),
+        *(sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check"),
         *("--outdir", str(out), str(folder)),
     )
     return sorted(out.iterdir())
@@ -47,8 +47,6 @@ class Installation:
         python = str(folder / "bin" / "python")
         _run(
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python),
-            # No bytecode: a file that a test changes in the same second, to the same size, would be
-            # taken for the one that was compiled.
             *("install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)),
         )
         # Plain paths: the `.pth` files there are not read, so no editable install comes along.

@@ -11,7 +11,6 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import (
     ServerAddress,
     advertised_address,
-    host_port,
     local_url,
     parse_etcd_url,
     parse_nats_url,
@@ -205,10 +204,6 @@ def test_other_urls_are_refused(parse: Parse, url: str, complaint: str) -> None:
 def test_what_a_failed_handshake_means(text: str, meaning: str) -> None:
     assert meaning in (tls_refusal(text) or "")
     assert tls_refusal("Connection refused") is None
-
-
-def test_ipv6_is_bracketed() -> None:
-    assert (host_port("::1", 5), host_port("h", 5)) == ("[::1]:5", "h:5")
 
 
 def test_a_client_on_the_same_machine_uses_loopback() -> None:

@@ -14,10 +14,8 @@ from dynamo_lite.protocol.decisions import (
     Decision,
     Explain,
     QueueSeen,
-    decode_explain,
     decode_explained,
 )
-from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.options import DecisionThresholds
 from tests.builders import ENGINE, ManualClock
 from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
@@ -154,27 +152,6 @@ async def test_no_more_than_the_limit_are_kept(decode: Decode):
     all_of_them = told(decode)
     assert len(all_of_them) == decision_log.MOST
     assert all_of_them[0].request_id == "r10"
-
-
-async def test_a_clients_id_finds_siblings_and_moved_ones(decode: Decode):
-    names = ["0_cmpl-a-0-0a1b2c3d#1", "1_cmpl-a-0-0a1b2c3d~2#2", "cmpl-a-1-0a1b2c3d#3"]
-    for name in (*names, "cmpl-ab-0-0a1b2c3d#4"):
-        decode.admit(prompt(name, 2))
-    assert [d.request_id for d in told(decode, request_id="cmpl-a")] == names
-    assert told(decode, request_id="cmpl-x") == []
-
-
-def test_a_question_that_is_none_is_refused():
-    for payload in (b"", b"\xff", b"\x81\xa4last\xff", b"\x81\xabrequest_id\x01"):
-        with pytest.raises(ProtocolError):
-            decode_explain(payload)
-
-
-async def test_a_clients_x_request_id_finds_its_answers(decode: Decode):
-    names = ["cmpl-me-0-0a1b2c3d#1", "1_chatcmpl-me-0a1b2c3d~1#2"]
-    for name in (*names, "cmpl-me2-0-0a1b2c3d#3", "cmpl-x-cmpl-me-0-0a1b2c3d#4"):
-        decode.admit(prompt(name, 2))
-    assert [d.request_id for d in told(decode, request_id="me")] == names
 
 
 def taken(decode: Decode) -> list[tuple[float, int, Decision]]:

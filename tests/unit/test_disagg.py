@@ -11,6 +11,8 @@ from dynamo_lite.protocol.options import DecisionThresholds
 LIMITS = DecisionThresholds(
     max_local_prefill_length=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
 )
+ALWAYS = replace(LIMITS, max_local_prefill_length=0)
+NEVER = replace(LIMITS, max_prefill_queue_size=0)
 
 
 def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=LIMITS, **more):
@@ -25,6 +27,7 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
         (verdict(101), Remote(DecisionReason.LONG)),
         (verdict(100), Local(DecisionReason.SHORT)),
         (verdict(1), Local(DecisionReason.SHORT)),
+        (verdict(2, limits=ALWAYS), Remote(DecisionReason.LONG)),
         # A prefix hit shortens the prompt to what is left to compute.
         (verdict(164, 64), Local(DecisionReason.CACHED)),
         (verdict(165, 64), Remote(DecisionReason.LONG)),
@@ -37,6 +40,7 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
         (verdict(101, jobs=5), Local(DecisionReason.QUEUE_FULL)),
         (verdict(101, workers=0), Local(DecisionReason.NO_PREFILL_WORKER)),
         (verdict(101, workers=7), Remote(DecisionReason.LONG)),
+        (verdict(101, limits=NEVER), Local(DecisionReason.QUEUE_FULL)),
         # A view is good up to its age limit, and no view is no help.
         (verdict(101, age=2.0), Remote(DecisionReason.LONG)),
         (verdict(101, age=2.001), Local(DecisionReason.QUEUE_UNKNOWN)),
@@ -57,23 +61,6 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
 )
 def test_verdicts(asked, expected):
     assert asked == expected
-
-
-def test_a_queue_of_size_zero_turns_remote_prefill_off():
-    limits = DecisionThresholds(
-        max_local_prefill_length=0, max_prefill_queue_size=0, queue_view_max_age_s=2.0
-    )
-    assert verdict(10_000, limits=limits) == Local(DecisionReason.QUEUE_FULL)
-
-
-def test_a_local_length_of_zero_keeps_only_the_last_token_here():
-    limits = DecisionThresholds(
-        max_local_prefill_length=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
-    )
-    assert verdict(2, limits=limits) == Remote(DecisionReason.LONG)
-    assert verdict(1, limits=limits) == Local(DecisionReason.SHORT)
-    assert verdict(65, 64, limits=limits) == Local(DecisionReason.CACHED)
-    assert verdict(64, 64, limits=limits) == Local(DecisionReason.CACHED)
 
 
 def loaded(tokens: int = 0, *, most: int = 1000, left_s: float = 5.0):

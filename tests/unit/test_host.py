@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-import textwrap
 
 import msgspec
 import pytest
@@ -254,37 +252,3 @@ async def test_a_missing_server_is_a_failed_start(run: Run) -> None:
     assert await run.start() == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
     assert run.worker.calls == []
-
-
-async def test_a_second_signal_ends_the_process_at_once() -> None:
-    program = textwrap.dedent(
-        """
-        import asyncio
-        from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
-
-        async def main():
-            stop = StopRequest()
-            with stop_on_signals(stop):
-                print("up", flush=True)
-                await stop.wait()
-                print(stop.reason, flush=True)
-                await asyncio.Event().wait()
-
-        asyncio.run(main())
-        """
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout
-    try:
-        async with asyncio.timeout(30):
-            assert await process.stdout.readline() == b"up\n"
-            process.send_signal(signal.SIGINT)
-            assert await process.stdout.readline() == b"SIGINT\n"
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 130
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

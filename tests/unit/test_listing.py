@@ -55,7 +55,19 @@ async def test_a_member_has_an_age_and_a_version(
     assert as_table(rows).split()[-1] == shown
 
 
-@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 200 OK\r\n\r\n[]", b"\xff\r\n\r\n"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"",
+        b"\xff\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n[]",
+        b'HTTP/1.1 200 OK\r\n\r\n{"a": "\xff"}',
+        b'HTTP/1.1 200 OK\r\n\r\n{"a": ' + 100_000 * b"[",
+        b'HTTP/1.1 500 No\r\n\r\n{"state": "ready"}',
+        b"HTTP/1.1 302 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
+    ],
+)
 async def test_a_process_that_does_not_answer_is_silent(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None
 ):

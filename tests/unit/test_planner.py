@@ -173,17 +173,6 @@ def test_a_removal_that_ends_within_a_tick_begins_no_window():
 # Both
 
 
-def test_no_reversal_within_the_cooldown():
-    w = world(prefill=Pool(ready=2), cooldown_s=60.0)
-    w.run(305)
-    assert [up for _, _, up in w.orders] == [False]
-    w.prefill = prefill_load(3000)
-    removed_at = w.now
-    w.run(120)
-    assert [up for _, _, up in w.orders] == [False, True]
-    assert w.orders[1][0] - removed_at >= 55
-
-
 def test_a_removal_that_was_not_begun_is_no_change():
     w = world(decode=Pool(ready=3))
     w.no_victim = True
@@ -284,14 +273,6 @@ def test_the_budget_counts_workers_that_others_have_started():
     # The decode worker that the minimum asks for, and no prefill worker.
     assert [(a.role, a.by) for a in proposal.actions] == [(D, 1)]
     assert "no device is free within the budget" in proposal.roles[P].reason
-
-
-def test_a_start_that_another_one_has_ordered_is_withdrawn_when_it_takes_too_long():
-    w = world(prefill=Pool(ready=2, start_s=20.0, starting=[math.inf]), down_window_s=10.0)
-    found = [(w.now, change) for _ in range(10) for change in w.tick().actions]
-    # Since the first tick saw it.
-    assert found[0][0] == pytest.approx(1000.0 + 40.0, abs=3 * w.limits.tick_s)
-    assert (found[0][1].kind, found[0][1].by) == ("withdraw", -1)
 
 
 def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():

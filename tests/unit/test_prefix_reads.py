@@ -20,8 +20,8 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from tests.builders import HELD, PREFILL_ROLE, always_held, engine_config, engine_metadata
-from tests.shards import Shape, ShardedEngine, expected
-from tests.twins.mover import MemoryFabric, MemoryMover
+from tests.shards import Shape, engine, expected
+from tests.twins.mover import MemoryFabric
 from tests.twins.servers import MemoryMessaging
 from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, Prefill, blocks, targets
@@ -172,15 +172,12 @@ def test_what_cannot_be_read_is_computed(prefill, decode, fabric, wrong):
 @pytest.mark.parametrize("here", SIZES, ids=str)
 def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
     fabric = MemoryFabric()
-    engines: list[ShardedEngine] = []
-    for name, (tensor, pipeline), truth in (("p", here, False), ("d", there, True)):
-        ranks = range(tensor * pipeline)
-        movers = {rank: MemoryMover(fabric, f"{name}-{rank}") for rank in ranks}
-        engines.append(ShardedEngine(Shape(tensor, pipeline), heads, 8, movers, truth=truth))
-    reader, holder = engines
+    engines = reader, holder = (
+        engine(fabric, "p", Shape(*here), heads, 8, truth=False),
+        engine(fabric, "d", Shape(*there), heads, 8, truth=True),
+    )
     own, target = (
-        encode(engine_metadata(block_size_tokens=8, ranks=tuple(engine.ranks)))
-        for engine in engines
+        encode(engine_metadata(block_size_tokens=8, ranks=tuple(each.ranks))) for each in engines
     )
     for index, (mover, memory) in enumerate(zip(reader.movers, reader.ranks, strict=True)):
         rank = PrefillRank(mover, memory, index, always_held)

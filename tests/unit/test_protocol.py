@@ -515,6 +515,18 @@ OUT_OF_RANGE = [
         "reply",
         [{"type": "Welcome"}],
     ),
+    (
+        generate.decode_worker_frame,
+        DELTAS,
+        "deltas",
+        [
+            [["r", [-1]]],
+            [["r", [1 << 31]]],
+            [["r", [7], None, None, [9, 3, 5, -0.5]]],
+            [["r", [7], None, None, [9, 3, 5, 0.5, 1e300]]],
+            [["r", [7], None, None, None, [-1, 1, b"", b"", b""]]],
+        ],
+    ),
     (prefill.decode_job, JOB, "attempt", ["", "a" * 65]),
     (prefill.decode_job, JOB, "engine_id", [""]),
     (prefill.decode_job, JOB, "num_computed_tokens", [-1]),
@@ -531,6 +543,7 @@ OUT_OF_RANGE = [
     (prefill.decode_written, WRITTEN, "rank", [-1]),
     (prefill.decode_written, WRITTEN, "writers", [0]),
     (prefill.decode_written, WRITTEN, "parts", [[[0, 0, 0, 64]]]),
+    (decisions.decode_explain, decisions.Explain(last=20), "last", [-1]),
 ]
 
 

@@ -220,33 +220,27 @@ def test_all_that_is_written_says_its_claim(prefill, decode):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_attempt_whose_claim_does_not_hold_is_never_written(prefill, decode, complete):
+    """Others do not wait for it."""
     opened = prefill.claim()
     prefill.step(
         blocks([3], [10], last=complete, cell=opened.cell),
+        blocks([1], [2], attempt="a2", cell=prefill.claim(2, for_s=1.0).cell),
         targets=targets(decode),
         ended=[("p-a1", True)] if complete else [],
     )
+    assert decode.memory.written() == {2: 101}
     opened.free()
     # Its cell is used again, by a claim that holds.
-    again = prefill.claim(2, for_s=60.0)
+    again = prefill.claim(3, for_s=60.0)
     assert again.cell.index == opened.cell.index
     if not complete:
         assert prefill.ended() == (set(), {})
         prefill.step(blocks([4], [11], cell=opened.cell))
         prefill.step(ended=[("p-a1", False)])
     assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
-    assert decode.memory.written() == {} and prefill.mover.started == []
-    prefill.step(blocks([5], [12], attempt="a2", cell=again.cell))
-    assert decode.memory.written() == {12: 105}
-
-
-def test_attempts_do_not_wait_for_each_others_claims(prefill, decode):
-    prefill.step(
-        blocks([3], [10], cell=prefill.claim().cell),
-        blocks([1], [2], attempt="a2", cell=prefill.claim(2, for_s=1.0).cell),
-        targets=targets(decode),
-    )
-    assert decode.memory.written() == {2: 101}
+    assert decode.memory.written() == {2: 101} and len(prefill.mover.started) == 1
+    prefill.step(blocks([5], [12], attempt="a3", cell=again.cell))
+    assert decode.memory.written() == {2: 101, 12: 105}
 
 
 def test_a_renewed_claim_goes_on_being_written(prefill, decode):

@@ -55,6 +55,7 @@ def test_a_live_option_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyP
         ("gone", ["gone", "--option", "1"]),
         ("top --gone", ["top", "--once", "--gone=1"]),
         ("top --gone", ["top", "--gone", "1"]),
+        ("config gone", ["config", "gone", "--option", "1"]),
     ],
 )
 def test_a_command_or_its_option_that_is_gone_says_what_to_use(
@@ -64,13 +65,6 @@ def test_a_command_or_its_option_that_is_gone_says_what_to_use(
     result = CliRunner().invoke(app, given)
     assert isinstance(result.exception, ConfigError)
     assert result.exception.mistakes == [f"{gone}: removed in 0.3.0: use the other one"]
-
-
-def test_a_subcommand_that_is_gone_says_what_to_use(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(removed, "REMOVED_COMMANDS", {"config gone": "use the other one"})
-    result = CliRunner().invoke(app, ["config", "gone", "--option", "1"])
-    assert isinstance(result.exception, ConfigError)
-    assert result.exception.mistakes == ["config gone: removed in 0.3.0: use the other one"]
     assert CliRunner().invoke(app, ["planner", "gone"]).exit_code == 2
 
 

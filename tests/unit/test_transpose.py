@@ -15,17 +15,10 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
-from tests.shards import Shape, ShardedEngine, expected_of_tokens
-from tests.twins.mover import MemoryFabric, MemoryMover
+from tests.shards import BLOCKS, Shape, ShardedEngine, engine, expected_of_tokens
+from tests.twins.mover import MemoryFabric
 
-BLOCKS = 6
 SIZES = [(32, 64), (64, 32), (16, 48), (48, 32), (6, 4), (8, 8), (5, 7)]
-
-
-def engine(fabric: MemoryFabric, name: str, shape: Shape, heads: int = 4, *, truth: bool):
-    ranks = range(shape.tensor * shape.pipeline)
-    movers = {rank: MemoryMover(fabric, f"{name}{rank}") for rank in ranks}
-    return ShardedEngine(shape, heads, BLOCKS, movers, truth=truth)
 
 
 def by_hand(layout: Layout, units: Units, slot: int) -> None:

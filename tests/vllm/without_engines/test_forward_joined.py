@@ -1,7 +1,6 @@
 """Engines that join: their records, what a Forwarder makes of them, and how they leave."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,10 @@ from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import TEXT
-from tests.joining import Cluster, Running, cluster
+from tests.joining import Cluster, Running
 from tests.scripted import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-
-@pytest.fixture
-async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(namespace, etcd_url, nats_url) as made:
-        yield made
 
 
 async def answered(c: Cluster, forwarder: Running) -> None:
