@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_087,
     "dynamo_lite/serve": 5_713,
     "dynamo_lite/cli": 2_764,
-    "tests": 56_910,
+    "tests": 56_382,
     "tests/simulation": 8_561,
 }
 SLACK = 50

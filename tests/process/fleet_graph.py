@@ -22,7 +22,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.migration import Continue
+from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
@@ -82,7 +82,7 @@ class Requests:
         self._tokens[request_id] = []
         end = self._ends[request_id] = asyncio.get_running_loop().create_future()
         try:
-            await self.client.submit(request, movable=Continue(reason="test"))
+            await self.client.submit(request, movable=MigrationPlan())
             return self._tokens[request_id], await end
         finally:
             del self._tokens[request_id], self._ends[request_id]
