@@ -19,11 +19,12 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.cli.listing import Place
-from dynamo_lite.cli.top import as_frame, second_overview
+from dynamo_lite.cli.listing import Place, open_store
+from dynamo_lite.cli.top import as_frame
+from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.serve.run_state import RunState, read_run
 
-_SECONDS = 60
+_SECONDS, _BETWEEN_S = 60, 10.0
 _CLIENTS = 3
 
 
@@ -43,7 +44,14 @@ def _send(url: str, seed: int, stop: threading.Event) -> None:
 
 async def _top(run: RunState) -> Console:
     """A frame of `dynamo-lite top`, recorded. Both looks are some seconds apart."""
-    seen = await second_overview(Place(etcd_url=run.etcd, namespace=run.namespace), 10.0)
+    place = Place(etcd_url=run.etcd, namespace=run.namespace)
+    async with (
+        open_store(place) as store,
+        Observer(store, place.namespace, certificates=place.certificates()) as observer,
+    ):
+        await observer.look()
+        await asyncio.sleep(_BETWEEN_S)
+        seen = await observer.look()
     with Path("/dev/null").open("w") as nowhere:
         console = Console(
             record=True, width=80, force_terminal=True, color_system="truecolor", file=nowhere

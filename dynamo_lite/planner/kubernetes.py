@@ -108,7 +108,7 @@ class KubernetesConnector:
                 devices_free=100_000,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise ProtocolError(f"Kubernetes: {path}: {exc!r}") from exc
+            raise ProtocolError(f"Kubernetes: {path}: not the expected answer: {exc!r}") from exc
 
     @property
     def _pods(self) -> str:

@@ -342,7 +342,7 @@ async def etcdctl(url: str, *words: str, timeout_s: int, typed: str = "", **logi
 
     Raises ConfigError for a bad URL, StartupError if etcd refuses or does not answer in time.
     """
-    limits = (f"--{step}-timeout={timeout_s}s" for step in ("dial", "command"))
+    limits = f"--dial-timeout={min(timeout_s, 10)}s", f"--command-timeout={timeout_s}s"
     command = [program("etcdctl"), *limits, *words, *(["--interactive=false"] if typed else [])]
     variables = {f"ETCDCTL_{name.upper()}": value for name, value in login.items()}
     environment = etcd_environment(url) | variables

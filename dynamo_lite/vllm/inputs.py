@@ -100,8 +100,7 @@ def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
 def inputs_from_bytes(
     data: bytes, tokens: int, model: ModelConfig, limits: Mapping[str, int]
 ) -> Inputs:
-    """Raises Refused for what this model's engine cannot take. A worker with other arguments may
-    take it.
+    """Raises Refused for what this model's engine cannot take.
 
     tokens: of the prompt. limits: see `most_embeds`.
     """
@@ -111,9 +110,6 @@ def inputs_from_bytes(
     except Exception as exc:  # vLLM's decoder raises whatever it meets
         raise Refused(f"malformed media of a prompt: {exc}", elsewhere=False) from exc
     if inputs.embeddings is not None:
-        if not model.enable_prompt_embeds:
-            why = "prompt embeddings: this worker's engine takes none (enable-prompt-embeds)"
-            raise Refused(why, elsewhere=True)
         problem = _wrong_embeddings(inputs, inputs.embeddings, tokens, model)
     elif not model.supports_multimodal_inputs:
         problem = "this model takes text only"
@@ -138,6 +134,8 @@ def text_of(prompt: Sequence[int], inputs: Inputs) -> list[int]:
 def _wrong_embeddings(
     inputs: Inputs, embeddings: torch.Tensor, tokens: int, model: ModelConfig
 ) -> str:
+    if not model.enable_prompt_embeds:
+        return "prompt embeddings: this worker's engine takes none (enable-prompt-embeds)"
     wanted = (tokens, model.get_inputs_embeds_size())
     if tuple(embeddings.shape) != wanted or not embeddings.is_floating_point():
         return (
@@ -153,7 +151,6 @@ def _wrong_embeddings(
 def _wrong_features(
     features: Sequence[MultiModalFeatureSpec], tokens: int, limits: Mapping[str, int]
 ) -> str:
-    """Raises Refused for more than this worker's arguments allow."""
     if not features:
         return "neither features nor embeddings"
     start = 0
@@ -169,10 +166,9 @@ def _wrong_features(
             return f"{feature.modality} at {place.offset} without data"
         most = limits.get(feature.modality, 0)
         if (embeds := place.get_num_embeds()) > most:
-            why = (
+            return (
                 f"{feature.modality} of {embeds} embeddings; this worker's engine takes at most"
                 f" {most}: give Frontend and workers the same multimodal arguments"
             )
-            raise Refused(why, elsewhere=True)
         start = place.offset  # media of two kinds may share one place
     return ""

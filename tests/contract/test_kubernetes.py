@@ -43,7 +43,7 @@ class ApiServer:
         self.token = "first"
         self.pods: dict[str, dict[str, str]] = {}
         self.mistakes: list[str] = []
-        #: Instead of an answer: a status, or "hang" or "garbage".
+        #: Instead of an answer: a status, a body, or "hang".
         self.faults: list[Any] = []
         self.url = ""
 
@@ -53,8 +53,8 @@ class ApiServer:
         if self.faults and (fault := self.faults.pop(0)):
             if fault == "hang":
                 await asyncio.Event().wait()
-            if fault == "garbage":
-                return web.Response(body=b"\xff not json")
+            if isinstance(fault, bytes):
+                return web.Response(body=fault)
             return _status(fault, "told to")
         if (request.path, request.method) == ("/api/v1/namespaces/prod/pods", "GET"):
             return self._listed(request.query["labelSelector"])
@@ -182,6 +182,13 @@ async def test_a_change_by_another_client_is_a_conflict(server: ApiServer, accou
     assert server.replicas["d"] == 4
 
 
+async def test_an_answer_of_another_shape_gives_no_numbers(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    server.faults = [b'{"metadata": {"resourceVersion": "1"}, "spec": {}}']
+    with pytest.raises(ProtocolError, match=r"not the expected answer: .*selector"):
+        await connector.counts()
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "said"),
     [
@@ -189,7 +196,7 @@ async def test_a_change_by_another_client_is_a_conflict(server: ApiServer, accou
         (429, Unavailable, "429 told to"),
         (503, Unavailable, "503 told to"),
         ("hang", DeadlineExceeded, "no answer within 0.3 s"),
-        ("garbage", ProtocolError, "not a JSON object"),
+        (b"\xff not json", ProtocolError, "not a JSON object"),
     ],
 )
 async def test_each_failure_differs_from_the_others(

@@ -117,7 +117,7 @@ async def test_a_member_that_does_not_fit_refuses_the_start(
         await register(store, record)
     servers = ("--nats-url", nats_url, "--etcd-url", etcd_url, "--namespace", namespace)
     state = ("--state-dir", str(tmp_path))
-    refused = await asyncio.to_thread(invoke, "serve", STUB, *state, *servers)
+    refused = await asyncio.to_thread(run, "serve", STUB, *state, *servers)
     assert refused.returncode == 1
     assert refused.stderr == f"error: cannot join namespace {namespace}: {misfit(record)}\n"
 

@@ -60,7 +60,7 @@ MEMBERS: dict[str, tuple[str, str]] = {
         "vllm/engine/kv_events.py",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": (
-        "_connectors _requests_to_connector _get_connector_classes_and_configs",
+        "_connectors _requests_to_connector _extra_async_saves _get_connector_classes_and_configs",
         "vllm/engine/multi_connector.py",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"

@@ -140,7 +140,7 @@ class FirstTokens:
         if awaited.token is not None and delta.token_ids:
             if delta.token_ids[0] == awaited.token:
                 delta = msgspec.structs.replace(delta, token_ids=delta.token_ids[1:])
-            elif delta.finish_reason in ("abort", "error"):
+            elif delta.finish_reason == "error":
                 delta = msgspec.structs.replace(delta, token_ids=[])
             else:
                 return self._continuation(awaited, delta.token_ids[0])

@@ -83,7 +83,7 @@ class SingleFlight:
         if self.leader_of(prefill.request_id) is not None:
             return True
         # For some drafts vLLM computes the last block of a cached prefix again.
-        wait.served = cached + self._block_size >= wait.prefix_tokens
+        wait.served = 0 < cached >= wait.prefix_tokens - self._block_size
         self._end_wait(wait, "hit" if wait.served else "miss")
         return False
 

@@ -46,10 +46,11 @@ class MultiConnector(multi_connector.MultiConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offloaded, _ = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
+        offloaded, waits = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
         if offloaded is None:
             return None, False
-        if not self._ours.may_load_beside(request):
+        # A load in the step itself would end without a word, and perhaps beside a write.
+        if not waits or not self._ours.may_load_beside(request):
             offloaded = 0
         tokens, ours_waits = self._ours.matched_beside(request, num_computed_tokens, offloaded)
         self._requests_to_connector.pop(request.request_id, None)
@@ -87,4 +88,7 @@ class MultiConnector(multi_connector.MultiConnector):
         # Ends in the step, before its prefix reads, but perhaps after a prefill worker's write.
         in_use = isinstance(other, OffloadingConnectorMetadata) and bool(other.jobs_to_flush)
         ours = self._ours.step_beside(scheduler_output, in_use=in_use)
-        return multi_connector.MultiKVConnectorMetadata(metadata=(ours, other))
+        saves, self._extra_async_saves = self._extra_async_saves, {}
+        return multi_connector.MultiKVConnectorMetadata(
+            metadata=(ours, other), extra_async_saves=saves or None
+        )

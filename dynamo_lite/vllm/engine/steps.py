@@ -19,8 +19,8 @@ def filling_blocks(
     while it runs, and may be rejected.
     """
     filled: list[int] = []
-    for request_id, computed in _computed(output):
-        start = max(computed - drafts, 0) // size
+    for request_id, computed, again in _computed(output, drafts):
+        start = max(computed - again, 0) // size
         end = (computed + output.num_scheduled_tokens[request_id]) // size
         if end > start:
             blocks = manager.get_blocks(request_id).blocks
@@ -28,12 +28,14 @@ def filling_blocks(
     return filled
 
 
-def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
-    """Each request of the step, with the number of tokens that earlier steps computed."""
+def _computed(output: "SchedulerOutput", drafts: int) -> Iterator[tuple[str, int, int]]:
+    """Each request of the step, with the number of tokens that earlier steps computed, and how many
+    of these it may compute again."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
+        yield new.req_id, new.num_computed_tokens, 0
     cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed, drafts
 
 
 def step_ended(*, on_gpu: bool) -> Callable[[], bool]:

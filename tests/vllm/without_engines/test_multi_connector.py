@@ -41,8 +41,8 @@ class Ours:
 class Other(OffloadingConnector):
     """vLLM's class, without its memory."""
 
-    def __init__(self, tokens: int | None = 0):
-        self.tokens, self.looks = tokens, 0
+    def __init__(self, tokens: int | None = 0, *, waits: bool = True):
+        self.tokens, self.waits, self.looks = tokens, waits, 0
         self.allocated: list[int] = []
         self.metadata = OffloadingConnectorMetadata({}, {}, set())
         blocks = SimpleNamespace(_current_batch_allocated_block_ids=set[int]())
@@ -50,7 +50,7 @@ class Other(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, _request: Any, _computed: int):
         self.looks += 1
-        return self.tokens, True
+        return self.tokens, self.waits
 
     def update_state_after_alloc(self, _request: Any, _blocks: Any, tokens: int) -> None:
         self.allocated.append(tokens)
@@ -63,7 +63,7 @@ def both(ours: Ours, other: Any) -> MultiConnector:
     made = MultiConnector.__new__(MultiConnector)
     made._connectors = [cast("Any", ours), other]
     made._ours, made._other = cast("Any", ours), other
-    made._requests_to_connector = {}
+    made._requests_to_connector, made._extra_async_saves = {}, {}
     return made
 
 
@@ -100,6 +100,13 @@ def test_a_prefill_that_was_preempted_loads_nothing():
     assert first.asked == [(0, 0)]
 
 
+def test_nothing_is_loaded_that_a_prompt_does_not_wait_for():
+    """Nobody would hear of the end of such a load."""
+    first, second = Ours(), Other(64, waits=False)
+    assert both(first, second).get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    assert first.asked == [(0, 0)]
+
+
 def test_blocks_that_a_prefill_worker_fills_are_not_saved_any_more():
     first, second = Ours(200), Other(64)
     multi = both(first, second)
@@ -128,15 +135,15 @@ def test_what_the_other_one_loads_is_saved_as_ever():
 def test_a_block_is_no_prefix_for_readers_in_the_step_that_completes_it():
     """Drafts of the step before count as computed, and may be computed again."""
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="r1", num_computed_tokens=65)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={"r1": 40},
+        scheduled_new_reqs=[SimpleNamespace(req_id="r2", num_computed_tokens=65)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["r1"], num_computed_tokens=[65]),
+        num_scheduled_tokens={"r1": 40, "r2": 40},
     )
     manager = SimpleNamespace(get_blocks=lambda _name: allocated(0, 1, 2, 3))
     ask = cast("Any", output), cast("Any", manager), 32
-    assert filling_blocks(*ask, 0) == [2]
-    assert filling_blocks(*ask, 2) == [1, 2]
-    assert filling_blocks(*ask, 99) == [0, 1, 2]
+    assert filling_blocks(*ask, 0) == [2, 2]
+    assert filling_blocks(*ask, 2) == [2, 1, 2], "nothing of the new one was computed before"
+    assert filling_blocks(*ask, 99) == [2, 0, 1, 2]
 
 
 def test_the_other_one_s_layout_is_needed():
