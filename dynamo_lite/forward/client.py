@@ -116,7 +116,8 @@ class Client:
 
     async def send(self, answer: Answer) -> None:
         await self.start(answer.status, answer.headers)
-        await self.write(answer.body)
+        if self._request.method != "HEAD":
+            await self.write(answer.body)
         await self.finish()
 
     @contextlib.asynccontextmanager

@@ -232,6 +232,12 @@ class Planner:
             # One that starts is a member before its supervisor knows its lease.
             others = max(others - now.starting, min(self._others.get(role, 0), others))
             self._others[role] = others
+            # Without NATS no worker is ready for Kubernetes; those that have registered are no
+            # starts, which would be withdrawn.
+            own = len(observed.serving(role) - foreign)
+            moved = min(max(own - now.ready, 0), now.starting)
+            starting, ready = now.starting - moved, now.ready + moved
+            now = msgspec.structs.replace(now, starting=starting, ready=ready)
             roles[role] = RoleSeen(
                 counts=now,
                 others=others,

@@ -5,6 +5,7 @@ cancelled when its client disconnects.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -73,8 +74,12 @@ class WebServer:
         if not self._stopping:
             self._stopping = True
             self._web.pre_shutdown()
-        # Runs even if an earlier call was cancelled and has left connections open.
-        await self._web.shutdown(max(grace_s, _NO_GRACE_S))
+        # Runs even if an earlier call was cancelled and has left connections open. aiohttp waits
+        # twice for its timeout: for open answers, and when it has cancelled them.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._web.shutdown(None)
+        await self._web.shutdown(_NO_GRACE_S)
 
 
 class _Connection(RequestHeadDeadline, web.RequestHandler):

@@ -120,6 +120,15 @@ async def test_chunked_bodies_expectations_and_old_clients():
         assert answer.count(b"HTTP/1.1 200") == 2 == answer.count(TEXT.encode())
 
 
+async def test_an_answer_to_head_has_no_body():
+    """Else the next one on the connection would begin with it."""
+    async with rig() as r:
+        lines = "HTTP/1.1\r\nHost: x\r\n"
+        both = f"HEAD /health {lines}\r\nGET /health {lines}Connection: close\r\n\r\n".encode()
+        _, _, rest = (await raw(r, both)).partition(b"\r\n\r\n")
+        assert rest.startswith(b"HTTP/1.1 200 ")
+
+
 async def test_other_routes_pass_as_they_are():
     async with rig() as r:
         headers = {"authorization": "Bearer k", "x-custom": "a", "x-client": "1"}

@@ -169,12 +169,12 @@ async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
     assert seen.prefill.asked_per_s is seen.prefill.backlog is None
 
 
-def planner_of(serving: int = 0) -> Planner:
-    """serving: decode workers of another supervisor."""
+def planner_of(serving: int = 0, *, owns: bool = False) -> Planner:
+    """serving: decode workers. owns: they are not another supervisor's."""
     planner = Planner({}, process_spec("Planner"), FakeSupervisor())
     found: Any = planner
     found._records = SimpleNamespace(wanted=WantedRecord(), why_not="")
-    found._connector = SimpleNamespace(owns=lambda worker: False)
+    found._connector = SimpleNamespace(owns=lambda worker: owns)
     found._observer = SimpleNamespace(
         members={i: endpoint_record(i, D) for i in range(1, serving + 1)}
     )
@@ -189,16 +189,29 @@ def test_own_starts_hide_no_worker_of_another_supervisor(
     starting: int, serving: int, before: int, others: int
 ):
     """One that starts may be a member before its supervisor knows its lease."""
-    workers = [
-        LiveProcess(component=D, instance=0, lease=f"{one:x}", state="ready")
-        for one in range(1, serving + 1)
-    ]
-    workers = {Role.PREFILL: [], Role.DECODE: workers}
-    observed = Observed(prefill=PrefillLoad(), decode=DecodeLoad(), workers=workers)
     planner = planner_of(serving)
     planner._others = {Role.DECODE: before}
-    seen = planner._seen(observed, {D: RoleCounts(starting=starting)})
+    seen = planner._seen(observed_of(serving), {D: RoleCounts(starting=starting)})
     assert seen.roles[Role.DECODE].others == others
+
+
+@pytest.mark.parametrize(("serving", "starting"), [(3, 0), (2, 1), (0, 3), (5, 0)])
+def test_who_has_registered_is_no_start_whatever_kubernetes_says(serving: int, starting: int):
+    """Without NATS none is ready, and starts that take too long are withdrawn."""
+    planner = planner_of(serving, owns=True)
+    seen = planner._seen(observed_of(serving, "unwell"), {D: RoleCounts(starting=3, ready=0)})
+    counts = seen.roles[Role.DECODE].counts
+    assert (counts.starting, counts.ready) == (starting, 3 - starting)
+
+
+def observed_of(serving: int, state: str = "ready") -> Observed:
+    """Decode workers only."""
+    workers = [
+        LiveProcess(component=D, instance=0, lease=f"{one:x}", state=state)
+        for one in range(1, serving + 1)
+    ]
+    both = {Role.PREFILL: [], Role.DECODE: workers}
+    return Observed(prefill=PrefillLoad(), decode=DecodeLoad(), workers=both)
 
 
 def test_no_order_follows_a_pause():
