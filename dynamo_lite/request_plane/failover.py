@@ -279,6 +279,8 @@ class FailoverClient:
             if self._attempts.pop(wire_id, None) is flight:
                 flight.wire_id = ""
             raise
+        if self._attempts.get(wire_id) is not flight:  # aborted, perhaps before it was sent
+            await self.transport.abort([wire_id])
 
     # The transport's callbacks
 

@@ -126,6 +126,11 @@ class GenerateServer:
         return sum(not one.ended or one.handover is not None for one in self._requests.values())
 
     @property
+    def in_engine(self) -> int:
+        """Number of requests that the engine has accepted, and that have not ended."""
+        return sum(not one.ended and one.handover is None for one in self._requests.values())
+
+    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the requests without a first token."""
         return self._admission.waiting_tokens

@@ -76,7 +76,6 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
     """Returns every key that is not accepted. Imports vLLM."""
     parsers: dict[str, argparse.ArgumentParser] = {}
     mistakes: list[Mistake] = []
-    refused = compat.refused()
     for section, content in sections.items():
         kind = content["kind"]
         if kind not in parsers:
@@ -84,7 +83,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
         groups = groups_of(parsers[kind])
         for key, value in content["args"].items():
             found, nearest = _judge(parsers[kind], groups, key, value)
-            message = refused.get(key, "") or refusal(kind, key, groups.get(key, "")) or found
+            message = refusal(kind, key, groups.get(key, "")) or found
             nearest = [name for name in nearest if not refusal(kind, name, groups[name])]
             if message:
                 mistakes.append(

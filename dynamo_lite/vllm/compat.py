@@ -13,7 +13,6 @@ from dynamo_lite.protocol.generate import EngineError
 if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -113,28 +112,6 @@ def structured_outputs(args: "AsyncEngineArgs") -> "StructuredOutputsConfig":
 def hash_block_size(config: "KVCacheConfig", block_size: int) -> int:
     """Tokens per prefix hash. block_size: of the engine."""
     return getattr(config, "hash_block_size", None) or block_size  # from 0.32 on
-
-
-def watermarked(params: "SamplingParams") -> bool:
-    """Whether the sampler puts a watermark into the answer, which looks at the output's tokens.
-
-    0.31 has True for every request, and asks the engine's configuration, which `refused` keeps
-    from having a watermark.
-    """
-    return params.watermarking is True and not _watermarks_by_default()
-
-
-def refused() -> dict[str, str]:
-    """Arguments in kebab-case that no section may have with this version, and why."""
-    if not _watermarks_by_default():
-        return {}
-    return {"watermark-config": "not with vLLM 0.31, which does not say which requests have one"}
-
-
-def _watermarks_by_default() -> bool:
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams().watermarking is True
 
 
 def engine_error(output: "EngineCoreOutput") -> EngineError | None:

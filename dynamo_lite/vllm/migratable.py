@@ -9,7 +9,6 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
-from dynamo_lite.vllm.compat import watermarked
 
 #: Architectures whose prompt tokens attend to all of the prompt (prefix LM). This is known only
 #: to vLLM's layers, in the engine's process.
@@ -55,5 +54,4 @@ def depends_on_output(params: SamplingParams) -> bool:
         or params.repetition_detection is not None
         or params.thinking_token_budget is not None
         or params.trace_decode_token_ids is not None
-        or watermarked(params)
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from vllm import SamplingParams
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
@@ -115,18 +115,19 @@ def generation(
     connected: bool = False,
     loaded: tuple[Adapter, LoRARequest] | None = None,
     most_embeds: Mapping[str, int] = MappingProxyType({}),
+    speculation: SpeculativeConfig | None = None,
 ) -> EngineCoreRequest:
     """Converts a message for the engine. Raises Refused if this model cannot take it.
 
     connected: the engine has a connector, which gets the request's deadline and adapter. loaded:
-    its adapter in this engine. most_embeds: of `inputs.most_embeds`.
+    its adapter in this engine. most_embeds: of `inputs.most_embeds`. speculation: the engine's.
 
     For a migrated request, tokens that another engine has generated become the end of the
     prompt, and the limits shrink by their number.
     """
     try:
         sampling = sampling_from_bytes(request.sampling)
-        sampling.verify(model, None, None, None)
+        sampling.verify(model, speculation, None, None)
     except (ProtocolError, VLLMError, ValueError) as exc:
         raise Refused(str(exc), elsewhere=False) from exc
     if sampling.prompt_logprobs == -1:

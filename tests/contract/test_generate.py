@@ -225,8 +225,10 @@ async def test_the_load_of_an_adapter_does_not_count_as_silence(remote: Setup):
         submitting = asyncio.create_task(client.submit(remote.member, request))
         await asyncio.wait({submitting}, timeout=0.2)
         assert not submitting.done()
+        assert (remote.server.in_flight, remote.server.in_engine) == (1, 0)
         remote.engine.gate.set()
         await submitting
+        assert remote.server.in_engine == 1
 
 
 async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):

@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm import args, compat
 from dynamo_lite.vllm.compat import require_tested, untested, vllm_version
 
 
@@ -34,11 +33,3 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch):
     assert vllm_version() == ""
     with pytest.raises(StartupError, match="vLLM is not installed; install"):
         require_tested("")
-
-
-@pytest.mark.parametrize("by_default", [True, False])
-def test_a_watermark_in_every_request(monkeypatch: pytest.MonkeyPatch, by_default: bool):
-    monkeypatch.setattr(compat, "_watermarks_by_default", lambda: by_default)
-    content = {"kind": "engine", "args": {"watermark-config": {"algorithm": "gumbel"}}}
-    mistakes = [m["message"] for m in args.check({"VllmWorker": content})]
-    assert any("not with vLLM 0.31" in message for message in mistakes) == by_default

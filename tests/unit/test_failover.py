@@ -180,6 +180,18 @@ async def test_an_id_that_a_caller_uses_again_is_another_one_on_the_wire():
 
 
 @virtual
+async def test_an_abort_while_the_request_is_on_its_way_reaches_the_worker():
+    """Before that the worker does not know the request."""
+    async with cluster(1) as (fake, client):
+        fake.workers[1].accepts_after_s = 0.5
+        submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
+        await asyncio.sleep(0.1)
+        await client.abort(["a"])
+        await submitting
+        assert not fake.workers[1].running and fake.owner, "it had begun"
+
+
+@virtual
 async def test_a_loss_before_the_answer_to_the_request():
     """Deltas and losses travel faster than the acceptance."""
     async with cluster() as (fake, client):

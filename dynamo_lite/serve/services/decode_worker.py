@@ -102,7 +102,8 @@ class LoadedWorker:
         self.probe = EngineProbe(
             host,
             engine,
-            busy=lambda: server.in_flight > 0,
+            # A request whose adapter is being loaded gives the engine nothing to do.
+            busy=lambda: server.in_engine > 0,
             step_timeout_s=config.step_timeout_s,
             on_status=self._on_status,
         )

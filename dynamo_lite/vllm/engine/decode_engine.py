@@ -65,13 +65,20 @@ class VllmDecodeEngine(VllmEngine):
 
     async def _engine_request(self, request: GenerateRequest) -> EngineCoreRequest:
         """Raises Refused."""
-        return requests.generation(
+        made = requests.generation(
             request,
             self.config.model_config,
             connected=self._engine_config is not None,
             loaded=await self._loaded(request.adapter),
             most_embeds=self._most_embeds,
+            speculation=self.config.speculative_config,
         )
+        params = made.sampling_params
+        if params is not None and params.prompt_logprobs is not None:
+            if self.config.cache_config.kv_sharing_fast_prefill:
+                why = "prompt_logprobs would be wrong: this engine has kv-sharing-fast-prefill"
+                raise Refused(why, elsewhere=False)
+        return made
 
     def _check_backend(self, made: EngineCoreRequest) -> None:
         """Raises Refused for a grammar that was checked for another backend than the engine's."""

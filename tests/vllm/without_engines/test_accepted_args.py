@@ -148,6 +148,7 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
         ("engine", "stream-interval", 2, "section of the Frontend"),
         ("engine", "disable-log-stats", True, "section of the Frontend"),
         ("engine", "return-sampling-mask", True, "not sent to clients"),
+        ("engine", "watermark-config", {"algorithm": "gumbel"}, "have no watermark here"),
         ("engine", "enable-sleep-mode", True, "not put to sleep here"),
         ("frontend", "enable-sleep-mode", True, "not put to sleep here"),
         ("frontend", "ssl-certfile", "cert.pem", ""),

@@ -90,7 +90,12 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=1),
-        cache_config=SimpleNamespace(block_size=2, enable_prefix_caching=True, sliding_window=None),
+        cache_config=SimpleNamespace(
+            block_size=2,
+            enable_prefix_caching=True,
+            sliding_window=None,
+            kv_sharing_fast_prefill=False,
+        ),
         kv_transfer_config=SimpleNamespace(kv_connector="DynamoLiteConnector"),
     )
     engine._client, engine._config = core, config
@@ -167,6 +172,13 @@ async def test_an_engine_takes_grammars_of_one_backend(rig: Rig):
         with contextlib.nullcontext() if backend == "xgrammar" else pytest.raises(Refused) as found:
             await rig.submit(structured_outputs=outputs)
     assert found is not None and found.value.elsewhere and "with xgrammar" in str(found.value)
+
+
+async def test_an_engine_refuses_logprobs_that_would_be_wrong(rig: Rig):
+    await rig.submit(prompt_logprobs=1)
+    rig.engine.config.cache_config.kv_sharing_fast_prefill = True
+    with pytest.raises(Refused, match="kv-sharing-fast-prefill"):
+        await rig.submit(prompt_logprobs=1)
 
 
 async def test_it_can_be_switched_off():

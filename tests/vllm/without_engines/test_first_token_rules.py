@@ -15,7 +15,6 @@ from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm import first_token, requests
 from dynamo_lite.vllm.first_token import FirstTokenRules, stop_tokens
 from tests.builders import engine_metadata, prefill_job
-from tests.vllm.seams import vllm_minor
 from tests.vllm.without_engines.test_requests import MODEL, message
 
 LIMIT = MODEL.max_model_len
@@ -82,8 +81,6 @@ def test_greedy_and_seeded_requests_are_sampled_by_the_prefill_engine(
         {"thinking_token_budget": 5},
         {"repetition_detection": RepetitionDetectionParams(max_pattern_size=3, min_count=2)},
         {"trace_decode_token_ids": [3]},
-        # vLLM 0.31 has it in every request, and engines with a watermark are refused.
-        *([{"watermarking": True}] if vllm_minor() > 31 else []),
         {"extra_args": {"mine": 1}},
     ],
     ids=str,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from vllm import SamplingParams
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -80,6 +80,15 @@ def test_prompt_logprobs_of_the_whole_vocabulary_are_limited_by_its_size(monkeyp
     model.get_vocab_size = lambda: 40_000_000
     with pytest.raises(Refused, match=r"prompt_logprobs of 40000000 .*ask for fewer"):
         generation(whole, cast("ModelConfig", model))
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+def test_what_an_engine_with_drafts_would_ignore_is_refused(params: dict[str, Any]):
+    """Only it knows of its drafts."""
+    generation(message(**params), MODEL)
+    with pytest.raises(Refused, match="not yet supported with speculative decoding") as refused:
+        generation(message(**params), MODEL, speculation=cast("SpeculativeConfig", object()))
+    assert not refused.value.elsewhere
 
 
 def test_text_that_cannot_be_encoded_is_refused():
