@@ -27,7 +27,7 @@ _READ_IN_FRONT = frozenset(
     {
         *("stream-interval", "max-num-queued-reqs", "max-num-queued-tokens"),
         *("show-hidden-metrics-for-version", "custom-histogram-buckets"),
-        *("structured-outputs-config", "enable-lora"),
+        *("structured-outputs-config", "reasoning-config", "enable-lora"),
     }
 )
 

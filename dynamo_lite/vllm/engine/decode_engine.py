@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
@@ -18,6 +19,17 @@ from dynamo_lite.vllm.inputs import most_embeds
 from dynamo_lite.vllm.wire import delta_from_output
 
 logger = logging.getLogger(__name__)
+
+
+def unkept(params: SamplingParams, config: VllmConfig) -> str:
+    """Which of a request's parameters the engine's configuration does not keep; "" if it keeps all.
+    vLLM checks these in its front half, which here does not have the engine's configuration."""
+    if params.prompt_logprobs is not None and config.cache_config.kv_sharing_fast_prefill:
+        return "prompt_logprobs would be wrong: this engine has kv-sharing-fast-prefill"
+    reasoning = config.reasoning_config
+    if params.thinking_token_budget is not None and (reasoning is None or not reasoning.enabled):
+        return "thinking_token_budget: the workers have no reasoning-parser"
+    return ""
 
 
 class VllmDecodeEngine(VllmEngine):
@@ -73,11 +85,8 @@ class VllmDecodeEngine(VllmEngine):
             most_embeds=self._most_embeds,
             speculation=self.config.speculative_config,
         )
-        params = made.sampling_params
-        if params is not None and params.prompt_logprobs is not None:
-            if self.config.cache_config.kv_sharing_fast_prefill:
-                why = "prompt_logprobs would be wrong: this engine has kv-sharing-fast-prefill"
-                raise Refused(why, elsewhere=False)
+        if made.sampling_params is not None and (why := unkept(made.sampling_params, self.config)):
+            raise Refused(why, elsewhere=False)
         return made
 
     def _check_backend(self, made: EngineCoreRequest) -> None:

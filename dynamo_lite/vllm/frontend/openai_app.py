@@ -125,11 +125,13 @@ def frontend_config(args: Namespace) -> VllmConfig:
         # an answer would depend on what a worker was asked before.
         if outputs.backend == "auto":
             outputs.backend = "xgrammar"
+        engine_args._set_default_reasoning_config_args()
         config = VllmConfig(
             model_config=model_config,
             # Allows requests with adapters; what else it says is read by workers only.
             lora_config=LoRAConfig() if args.enable_lora else None,
             structured_outputs_config=outputs,
+            reasoning_config=engine_args.reasoning_config,
             observability_config=engine_args.create_observability_config(),
             logging_config=engine_args.create_logging_config(),
         )

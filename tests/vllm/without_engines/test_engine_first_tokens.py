@@ -88,6 +88,7 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
     config: Any = SimpleNamespace(
         model_config=MODEL,
         speculative_config=None,
+        reasoning_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         cache_config=SimpleNamespace(
@@ -174,11 +175,15 @@ async def test_an_engine_takes_grammars_of_one_backend(rig: Rig):
     assert found is not None and found.value.elsewhere and "with xgrammar" in str(found.value)
 
 
-async def test_an_engine_refuses_logprobs_that_would_be_wrong(rig: Rig):
+async def test_an_engine_refuses_what_its_configuration_does_not_keep(rig: Rig):
     await rig.submit(prompt_logprobs=1)
     rig.engine.config.cache_config.kv_sharing_fast_prefill = True
     with pytest.raises(Refused, match="kv-sharing-fast-prefill"):
         await rig.submit(prompt_logprobs=1)
+    with pytest.raises(Refused, match="have no reasoning-parser"):
+        await rig.submit(thinking_token_budget=5)
+    rig.engine.config.reasoning_config = SimpleNamespace(enabled=True)  # type: ignore[assignment]
+    await rig.submit(thinking_token_budget=5)
 
 
 async def test_it_can_be_switched_off():

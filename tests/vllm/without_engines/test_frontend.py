@@ -68,6 +68,13 @@ async def test_reasoning_is_split_off(tmp_path: Path, monkeypatch: pytest.Monkey
         deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
         for kind, text in (("reasoning", "why"), ("content", "so")):
             assert "".join(delta.get(kind) or "" for delta in deltas) == text
+        limited = await front.post("/v1/chat/completions", body | {"thinking_token_budget": 2})
+        assert limited.status_code == 200, limited.text
+
+
+async def test_a_budget_of_thoughts_needs_a_reasoning_parser(front: Front):
+    answer = await front.post("/v1/chat/completions", CHAT | {"thinking_token_budget": 2})
+    assert answer.status_code == 400 and "reasoning-parser" in answer.text
 
 
 # Bad input
