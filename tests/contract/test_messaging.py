@@ -7,9 +7,11 @@ import logging
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvloop
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
@@ -394,6 +396,38 @@ async def test_a_server_that_resets_the_connection_after_its_greeting_costs_no_t
         served.set()
         await eventually(lambda: len(server.connections) == 4, 20)
         await wait_for_connection(messaging, True, 20)
+
+
+def test_a_server_that_resets_the_connection_with_its_greeting_is_asked_again() -> None:
+    """On the event loop of the services, where a write to such a connection fails otherwise."""
+    info, accepted = b'INFO {"max_payload": 8388608}\r\n', list[socket.socket]()
+
+    def serve(listener: socket.socket) -> None:
+        for number in range(5):
+            connection, _ = listener.accept()
+            connection.sendall(info)
+            if 0 < number < 4:  # closing sends RST
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+                continue
+            accepted.append(connection)
+            while b"PING" not in connection.recv(4096):
+                pass
+            connection.sendall(b"PONG\r\n")
+            if number == 0:
+                connection.close()
+
+    async def asked(port: int) -> None:
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            await eventually(lambda: len(accepted) == 2, 20)
+            await wait_for_connection(messaging, True, 20)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(20)
+        served = pool.submit(serve, listener)
+        uvloop.run(asked(listener.getsockname()[1]))
+        served.result()
+        accepted[-1].close()
 
 
 async def test_a_service_that_is_given_up_leaves_no_subscription_at_the_server(

@@ -19,13 +19,15 @@ It works around these faults of nats-py:
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
+- It reconnects no more after a RuntimeError, which uvloop raises for a write to a connection that
+  is lost: to a server that resets it right after its greeting.
 - It reads a credentials file without a JWT for ever, in the event loop, and gives up when a key
   cannot be read.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +51,27 @@ def is_forbidden(error: Exception | str) -> bool:
     """Whether the server's error says that this user has no right to a subject. The connection
     stays open."""
     return _PERMISSIONS in str(error).lower()
+
+
+class LoopTransport(TcpTransport):
+    """Raises ConnectionResetError for a write to a lost connection, whatever the event loop
+    raises."""
+
+    def write(self, payload: bytes) -> None:
+        with _lost():
+            super().write(payload)
+
+    def writelines(self, payload: list[bytes]) -> None:
+        with _lost():
+            super().writelines(payload)
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        raise ConnectionResetError(str(exc)) from exc
 
 
 class PersistentClient(Client):
@@ -132,8 +155,8 @@ class PersistentClient(Client):
         timeout_s = self.options["connect_timeout"]
         await transport.connect(s.uri, buffer_size=DEFAULT_BUFFER_SIZE, connect_timeout=timeout_s)
 
-    def _new_transport(self) -> TcpTransport:
-        return TcpTransport()
+    def _new_transport(self) -> LoopTransport:
+        return LoopTransport()
 
     async def close(self) -> None:
         tasks = [subscription._wait_for_msgs_task for subscription in self._subs.values()]

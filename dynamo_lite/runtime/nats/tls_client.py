@@ -10,11 +10,10 @@ import ssl
 from urllib.parse import ParseResult
 
 from nats import errors
-from nats.aio.transport import TcpTransport
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.nats.client import PersistentClient
+from dynamo_lite.runtime.nats.client import LoopTransport, PersistentClient
 from dynamo_lite.runtime.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class TlsClient(PersistentClient):
         super().__init__()
         self._files, self._log_limit = files, LogLimit(60.0)
 
-    def _new_transport(self) -> TcpTransport:
+    def _new_transport(self) -> LoopTransport:
         try:
             self.options["tls"] = self._files.context()
         except ConfigError as exc:
@@ -57,7 +56,7 @@ class _TlsProtocol(asyncio.StreamReaderProtocol):
         return False
 
 
-class _TlsTransport(TcpTransport):
+class _TlsTransport(LoopTransport):
     """Records whether the TLS handshake has succeeded."""
 
     def __init__(self) -> None:
