@@ -59,7 +59,7 @@ BUDGET = {
     "dynamo_lite/routing": 1_070,
     "dynamo_lite/transfer": 1_275,
     "dynamo_lite/request_plane": 1_921,
-    "dynamo_lite/disagg": 6_614,
+    "dynamo_lite/disagg": 6_617,
     "dynamo_lite/vllm": 7_031,
     "dynamo_lite/forward": 5_050,
     "dynamo_lite/planner": 2_093,

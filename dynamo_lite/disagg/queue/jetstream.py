@@ -34,6 +34,7 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import running
@@ -66,7 +67,7 @@ class JetStreamQueue:
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config, wall)
         self._connection = NatsMessaging(url)
-        self._missing = asyncio.Event()
+        self._missing, self._log_limit = asyncio.Event(), LogLimit()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
         self._puller: Puller | None = None
@@ -181,11 +182,13 @@ class JetStreamQueue:
             try:
                 await self._ensure()
             except BrokerUnavailable as exc:
-                logger.warning("queue %s is unavailable, retrying: %s", self._topology.stream, exc)
+                text = "queue %s is unavailable, retrying: %s"
+                self._log_limit.log(logger, text, self._topology.stream, exc)
                 if self._connection.connected:  # otherwise the reconnect sets it
                     self._missing.set()
             except StartupError as exc:
-                logger.error("queue %s, retrying: %s", self._topology.stream, exc)
+                text, level = "queue %s, retrying: %s", logging.ERROR
+                self._log_limit.log(logger, text, self._topology.stream, exc, level=level)
                 self._missing.set()
             else:
                 assert self._puller is not None
