@@ -21,7 +21,7 @@ from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
 from dynamo_lite.serve.embedded import EmbeddedNats
-from tests.builders import eventually
+from tests.builders import eventually, loop_time
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
 from tests.twins.queue import MemoryBroker, MemoryQueue
 
@@ -347,17 +347,19 @@ async def test_stop_pulling_ends_a_waiting_pull_and_keeps_held_jobs(open_queue: 
 async def test_what_was_delivered_before_pulling_stopped_is_still_pulled(open_queue: Opener):
     """No other worker would get it."""
     stopping = await open_queue()
+    lanes, delivered = [], 0
+    if isinstance(stopping, JetStreamQueue):
+        assert stopping._puller is not None
+        lanes, delivered = list(stopping._puller._lanes.values()), 1
     pulling = asyncio.create_task(stopping.pull(timeout_s=30))
     await asyncio.sleep(0.1)
-    pulling.cancel()  # its request stays at the server
+    later = loop_time() + 5  # the first requests do not wait
+    await eventually(lambda: all(any(r.until > later for r in lane.requests) for lane in lanes))
+    pulling.cancel()  # its requests stay at the server
     await asyncio.gather(pulling, return_exceptions=True)
     await push(stopping, b"a")
     await push(stopping, b"b")
-    delivered = 0
-    if isinstance(stopping, JetStreamQueue):
-        puller, delivered = stopping._puller, 1
-        assert puller is not None
-        await eventually(lambda: any(lane.arrived for lane in puller._lanes.values()))
+    await eventually(lambda: not lanes or any(lane.arrived for lane in lanes))
     await stopping.stop_pulling()
     left: list[bytes] = []
     while (job := await stopping.pull(timeout_s=30)) is not None:
