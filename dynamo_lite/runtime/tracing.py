@@ -92,8 +92,7 @@ class Tracer:
             trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
             return SpanContext(trace_id, int(span_id, 16), is_remote, flags)
 
-        # Computed for each span, as the wall clock may be set.
-        offset = time.time() - time.monotonic()
+        offset = _wall_offset()
         self._send(
             ReadableSpan(
                 name,
@@ -118,6 +117,18 @@ class Tracer:
         for name, trace_id, span_id, parent, start, end, kind, attributes in notes:
             context = TraceContext(trace_id, span_id)
             self.record(name, context, parent, start, end, kind=kind, attributes=attributes)
+
+
+def _wall_offset() -> float:
+    """The wall clock minus the monotonic clock, as it is now: the wall clock may be set.
+
+    A thread may be paused between two readings. Of three, the one that took least is taken.
+    """
+    readings: list[tuple[float, float]] = []
+    for _ in range(3):
+        before, wall, after = time.monotonic(), time.time(), time.monotonic()
+        readings.append((after - before, wall - before))
+    return min(readings)[1]
 
 
 @asynccontextmanager
