@@ -86,8 +86,8 @@ class Steps:
             Request(name, list(tokens), params, None, block_hasher=self._hasher)
         )
 
-    def step(self, received: Sequence[str] = ()) -> list[str]:
-        """Returns what it computes. received: the KV of these has come."""
+    def step(self, received: Sequence[str] = (), lost: Sequence[str] = ()) -> list[str]:
+        """Returns what it computes. received: the KV of these has come; lost: it will not come."""
         step = self.engine.schedule()
         names = list(step.num_scheduled_tokens)
         # Prompts that are computed in chunks give no token before the last one.
@@ -95,7 +95,9 @@ class Steps:
         output = ModelRunnerOutput(
             names, {name: at for at, name in enumerate(names)}, sampled_token_ids=tokens
         )
-        output.kv_connector_output = KVConnectorOutput(finished_recving=set(received))
+        output.kv_connector_output = KVConnectorOutput(
+            finished_recving={*received, *lost}, failed_recving=set(lost)
+        )
         self.outputs = self.engine.update_from_output(step, output)
         return names
 

@@ -9,6 +9,7 @@ Steps and looks keep a core busy, which slows down a prefill engine whose core i
 the same one. So both become rarer, the longer the prompts have been away.
 
 Prompts that wait for the KV of another one are kept out of vLLM's steps until it has arrived.
+A prompt whose KV was lost reserves no blocks.
 """
 
 import time
@@ -145,6 +146,13 @@ class _ArrivalMixin(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._waiting.bring_back()
         return super().schedule(throttle_prefills)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        super()._update_waiting_for_remote_kv(request)
+        if request.num_computed_tokens == 0:
+            # Its KV is lost, and its blocks are free. vLLM would go on to reserve blocks for it:
+            # when it is asked for again, it would need twice its blocks, and hold up all others.
+            self._inflight_prefills.discard(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from benchmarks.followers import BLOCK, Steps
+from dynamo_lite.disagg.attempts.ledger import Ended, Outcome, Release
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
 from dynamo_lite.vllm.engine import arrivals, connector
@@ -137,3 +138,26 @@ def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
     cached = steps.outputs[0].scheduler_stats.prefix_cache_stats
     assert (cached.requests, cached.hits) == (2, 2 * 28 * BLOCK)
     assert engine.get_request_counts() == (4, 0) and looked_up["b"] == 1
+
+
+def test_a_lost_prompt_that_is_asked_for_again_needs_its_blocks_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
+    steps = Steps(model, tmp_path, 110)
+    engine = steps.engine
+    steps.cache([1] * BLOCK)
+    decode: Any = engine.connector._decode  # type: ignore[union-attr]
+    workers = tuple(SimpleNamespace(lease_id=number) for number in (1, 2))
+    decode._net.workers._health = SimpleNamespace(responsive=workers)
+    steps.add("long", [2] * 60 * BLOCK)
+    steps.step()
+    attempt = decode.prefills.by_request["long"].attempt
+    decode.prefills.by_request["long"].writer = 1
+    decode._inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
+    steps.step()
+    steps.step(lost=["long"])
+    steps.add("short", [3] * 20)
+    assert steps.step() == ["short"]
+    assert engine.requests["long"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert decode.prefills.by_request["long"].attempt != attempt
