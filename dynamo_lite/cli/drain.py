@@ -226,7 +226,8 @@ class _Watch:
             idle_at=idle_at if running == 0 else None,
         )
         grace_s = seconds(facts, "grace_s", _GRACE_S)
-        self.forced |= bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
+        late = bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
+        self.forced |= late or bool(facts.get("cut_off"))
         landed_s = written_s(grace_s, seconds(facts, "lease_ttl_s", _TTL_S))
         return safe(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
 

@@ -92,6 +92,8 @@ def sidecar(
     )
     from dynamo_lite.forward.sidecar import run
 
+    if ca_file and not (prefiller_https or decode.startswith("https:")):
+        raise ConfigError(["--ca-file: no engine uses HTTPS (--decode, --prefiller-https)"])
     try:
         decoder = EngineOptions(
             url=decode,
@@ -118,7 +120,7 @@ def sidecar(
                 max_body_bytes=max_body_bytes,
             ),
             prefillers=prefillers,
-            allowed=_split(allow_prefiller) or PRIVATE,
+            allowed=PRIVATE if allow_prefiller is None else _split(allow_prefiller),
             metrics_port=metrics_port,
         )
     except ValueError as exc:
@@ -127,6 +129,9 @@ def sidecar(
     raise typer.Exit(run(config, grace_s=grace_s, level=level, log_format=log_format))
 
 
-def _split(given: list[str] | None) -> tuple[str, ...]:
-    parts = [part.strip() for value in given or () for part in value.split(",")]
+def _split(given: list[str]) -> tuple[str, ...]:
+    """Raises ConfigError."""
+    parts = [part.strip() for value in given for part in value.split(",")]
+    if not any(parts):
+        raise ConfigError(["--allow-prefiller: expected a host, an address or a network"])
     return tuple(part for part in parts if part)

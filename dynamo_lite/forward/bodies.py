@@ -5,6 +5,7 @@ encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,16 @@ MAX_SEQUENCES = 4096
 #: host, or end its process (vLLM 0.32 fails assertions on them).
 _OURS = ("kv_transfer_params", "ec_transfer_params")
 _OURS_PREFIXES = ("bootstrap_", "disagg_prefill_")
-#: Objects whose content becomes vLLM's `extra_args`, where it looks for the transfer parameters.
-_NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",)}
+_MARKS = (b"_transfer_params", *(prefix.encode() for prefix in _OURS_PREFIXES), b"\\")
+#: Objects whose content becomes vLLM's `extra_args`, where it looks for the transfer parameters;
+#: and fields of the request for SGLang's `/vertex_generate`.
+_NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",), "parameters": ()}
+#: The name of such an object among the fields of a form, and spellings of it that are not plain:
+#: vLLM reads forms, whose values are not looked into here.
+_FORM_FIELD = re.compile(
+    rb'^content-disposition:[^\r\n]*;\s*name\s*(\*|=\s*"?[^";\r\n]*(\\|vllm_xargs))',
+    re.IGNORECASE | re.MULTILINE,
+)
 
 #: The field with the prompt of each route.
 _PROMPT_FIELDS = {
@@ -71,7 +80,12 @@ def read(route: str, data: bytes) -> ClientRequest:
     is passed on as it is: the engine's own error text explains it better. Raises Final."""
     try:
         body = _parse(data)
-        return ClientRequest(data=data) if body is None else _read(route, body, data)
+        if body is not None:
+            return _read(route, body, data)
+        if _FORM_FIELD.search(data):
+            text = "a form may not have a field vllm_xargs, nor escapes in the names of its fields"
+            raise Final(error(400, "BadRequestError", text))
+        return ClientRequest(data=data)
     except RecursionError as exc:
         # Forbidden fields could not be removed. An engine's parser may read deeper.
         raise Final(error(400, "BadRequestError", "the body is nested too deeply")) from exc
@@ -79,13 +93,11 @@ def read(route: str, data: bytes) -> ClientRequest:
 
 def _sanitize(body: Body) -> tuple[str, ...]:
     """Removes the fields that only a forwarder may set. Returns their names."""
-    removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
-    for key in removed:
-        del body[key]
+    removed = _remove(body)
     for key, path in _NESTED.items():
         raw = bytes(msgspec.Raw(body[key])) if key in body else b""
         # With an escape a key may be spelt in many ways.
-        if b"_transfer_params" in raw or b"\\" in raw:
+        if any(mark in raw for mark in _MARKS):
             value = plain(body[key])
             if _strip(value, path):
                 body[key] = value
@@ -144,10 +156,14 @@ def _strip(value: Any, path: Sequence[str]) -> bool:
         value = value.get(key) if isinstance(value, dict) else None
     if not isinstance(value, dict):
         return False
-    found = [key for key in _OURS if key in value]
+    return bool(_remove(value))
+
+
+def _remove(fields: dict[str, Any]) -> list[str]:
+    found = [key for key in fields if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in found:
-        del value[key]
-    return bool(found)
+        del fields[key]
+    return found
 
 
 def _alone(route: str, body: Body) -> str:
@@ -167,6 +183,12 @@ def _alone(route: str, body: Body) -> str:
         return "beam_search"
     if "prompt_embeds" in body:
         return "prompt_embeds"
+    # vLLM before 0.32 cuts the prompt by the tokens to generate, of which a prefill leg has one.
+    cut = _small(body.get("truncate_prompt_tokens"))
+    if cut is not None and (_count(cut) is None or _count(cut) == -1):
+        return "truncation"
+    if route == RESPONSES and "truncation" in body and _small(body["truncation"]) != "disabled":
+        return "truncation"
     # Stored answers are in one engine's memory; a request in the background outlives its legs.
     if _small(body.get("previous_response_id")) or _set(body.get("background")):
         return "stored_response"

@@ -32,6 +32,8 @@ CHECK_S = 5.0
 #: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
 #: either, stands still or cannot be reached.
 SILENCE_S = 10.0
+#: How long the model of an engine that does not answer is still that of the others.
+_MODEL_KEPT_S = 60.0
 #: Most different blocks of prompts that are remembered.
 _MAX_INDEX_BLOCKS = 500_000
 
@@ -130,7 +132,7 @@ class KnownEngines:
             engine.answered_at = loop.time()
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
-                self._compare()
+            self._compare()
 
     def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
@@ -155,9 +157,13 @@ class KnownEngines:
             logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
 
     def _compare(self) -> None:
-        """An engine of another model than the first one that decodes is not used."""
-        if not any(set(engine.models) & set(self._models) for engine in self.all):
-            self._models = ()  # all engines of that model have left
+        """An engine of another model than the first one that decodes is not used. That model is
+        forgotten when no engine of it has answered for `_MODEL_KEPT_S`, as after a restart of all
+        with another one."""
+        heard_after = asyncio.get_running_loop().time() - _MODEL_KEPT_S
+        known = [one.models for one in self.all if one.healthy or one.answered_at > heard_after]
+        if not any(set(models) & set(self._models) for models in known):
+            self._models = ()
         serving = [e for e in self.all if e.healthy]
         if not self._models:
             self._models = next((e.models for e in serving if e.decodes and e.models), ())

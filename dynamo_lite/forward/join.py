@@ -89,8 +89,8 @@ class JoinedEngine:
         self._engine = self._engines.add(options, model=options.model)
         self._load: StockEngineLoad | None = None
         self._host: Host | None = None
-        #: Whether the record is in the store; None: a call has failed, so it may be there or not.
-        self._registered: bool | None = False
+        #: Whether the record is in the store, or will be removed when the store is back.
+        self._registered = False
         self._draining = False
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -111,8 +111,6 @@ class JoinedEngine:
         """The record is gone already: waits until the engine is idle."""
         assert self._host is not None
         self._draining = True
-        # A registration may have been under way when the stop came, or still be.
-        await self._host.deregister()
         if self._host.lease.loss is LeaseLoss.EXPIRED:
             return  # no drain was asked for: the engine is registered again
         try:
@@ -128,7 +126,7 @@ class JoinedEngine:
     def health(self) -> dict[str, Any]:
         engine, load = self._engine, self._load
         facts: dict[str, Any] = {
-            "ok": self._registered is True,
+            "ok": self._registered,
             "checks": {"engine": "" if engine.healthy else engine.trouble},
             "engine": self._options.url,
             "role": self._options.role,
@@ -151,6 +149,7 @@ class JoinedEngine:
 
     async def _follow(self) -> None:
         """Registers the engine when it becomes healthy, and deregisters it when it no longer is."""
+        assert self._host is not None
         while not self._draining:
             await asyncio.sleep(self._options.health_interval_s)
             healthy = await self._check()
@@ -159,12 +158,13 @@ class JoinedEngine:
             try:
                 if healthy and not self._registered:
                     await self._register()
-                    if self._draining:
-                        await self._deregister()
-                elif not healthy and self._registered is not False:
-                    await self._deregister()
+                elif not healthy:
+                    self._registered = False
+                    await self._host.deregister()
             except StoreUnavailable as exc:
                 logger.warning("the engine cannot be registered now, retrying: %s", exc)
+        # The drain may have begun during a registration.
+        await self._host.deregister()
 
     @property
     def _model(self) -> str:
@@ -172,17 +172,10 @@ class JoinedEngine:
 
     async def _register(self) -> None:
         assert self._host is not None
-        self._registered = None
         await self._host.register(
             "http", stream=self._engine.name, model=self._model, engine=self._options.record
         )
         self._registered = True
-
-    async def _deregister(self) -> None:
-        assert self._host is not None
-        self._registered = None
-        if await self._host.deregister():
-            self._registered = False
 
     async def _read_load(self) -> bool:
         """Returns whether the engine could be asked."""

@@ -19,7 +19,7 @@ class ForwardStats:
     answered: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     #: Failed legs by leg and kind.
     failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    #: Errors that the client got, by status, without errors of engines that are passed on.
+    #: Errors that the client got, by status, but for 4xx of engines, which are passed on.
     refused: Counter[int] = field(default_factory=Counter[int])
     #: Answers that broke off after their first byte.
     broken: int = 0

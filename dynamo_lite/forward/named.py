@@ -82,9 +82,9 @@ class AllowedHosts:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """An IPv4 address inside an IPv6 address counts as the IPv4 address."""
+    """An IPv4 address inside an IPv6 address counts as the IPv4 address; a scope does not count."""
     try:
-        address = ip_address(host)
+        address = ip_address(host.partition("%")[0])
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address

@@ -41,6 +41,8 @@ class KubernetesConnector:
         self._workloads = {name: each for name, each in found.items() if each[0]}
         #: The resource version of each that `counts` saw last.
         self._versions: dict[str, str] = {}
+        #: Its pods.
+        self._pods_of: dict[str, set[str]] = {}
         #: The pods that were marked then, which are what an order that failed has left.
         self._marked: dict[str, list[str]] = {}
 
@@ -63,11 +65,8 @@ class KubernetesConnector:
         await self._api.patch(f"{self._path(component)}/scale", change)
 
     def owns(self, worker: EndpointRecord) -> bool:
-        """Whether it is a pod of its Deployment."""
-        if (workload := self._workloads.get(worker.component)) is None:
-            return False
-        name = workload[0].removeprefix("deployments/")
-        return worker.host.startswith(f"{name}-")
+        """Whether it is a pod that the last `counts` saw."""
+        return worker.host in self._pods_of.get(worker.component, ())
 
     async def _prefer(self, host: str, cost: str | None = _LOWEST_COST) -> None:
         """Marks a pod as the one that Kubernetes ends first, or takes the mark away."""
@@ -92,6 +91,7 @@ class KubernetesConnector:
             ends = [end for one in pods if (end := one.get("deletionTimestamp")) is not None]
             before = datetime.now(UTC) - _LOST_AFTER
             lost = sum(datetime.fromisoformat(end) < before for end in ends)
+            self._pods_of[component] = {str(one["name"]) for one in pods}
             self._marked[component] = [
                 str(one["name"])
                 for one in pods

@@ -317,7 +317,7 @@ class Planner:
         found: dict[str, int] = {}
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
-            if not one.under_way and one.count == min(max(wanted, least), most):
+            if not one.under_way and one.count in (wanted, min(max(wanted, least), most)):
                 found[role] = wanted
         return found
 

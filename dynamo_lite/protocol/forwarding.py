@@ -112,7 +112,7 @@ class ForwardDecision(msgspec.Struct, kw_only=True):
     attempts: list[ForwardAttempt] = []
     #: HTTP status of the client's answer; 0: no answer.
     status: Natural = 0
-    #: answered, broken or client gone; empty while it is in flight.
+    #: answered, broken, client gone or failed (by a fault here); empty while it is in flight.
     outcome: Word = ""
     #: Why no engine could be asked; empty if one could.
     error: Text = ""

@@ -247,11 +247,12 @@ def check_certificates(
     """
     if folder is None:
         if not is_loopback(bind_host):
+            named = "--certificates" if option.startswith("--") else "Graph.certificates"
             raise ConfigError(
                 [
                     f"{option}: {bind_host} is reachable from other hosts, so processes that"
                     " listen there need certificates: make them (dynamo-lite access certs DIR"
-                    f" --namespace {namespace}) and name their folder, Graph.certificates"
+                    f" --namespace {namespace}) and name their folder, {named}"
                 ]
             )
         return

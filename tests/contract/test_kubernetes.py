@@ -272,11 +272,11 @@ async def test_pods_of_lost_hosts_do_not_drain(server: ApiServer, account: Path)
 async def test_only_own_pods_are_removed(server: ApiServer, account: Path):
     connector = connect(server, account)
 
-    def owned() -> list[str]:
-        hosts = ("p-1", "p-x", "q-1")
-        return [host for host in hosts if connector.owns(pod(host))]
-
-    assert owned() == ["p-1", "p-x"]
+    server.pods = {"p-7f9-1": {}, "p-7f9-2": {}}
+    await connector.counts()
+    # The last one is of a Deployment `p-large`.
+    hosts = ("p-7f9-1", "p-7f9-2", "q-1", "p-large-7f9-1")
+    assert [host for host in hosts if connector.owns(pod(host))] == ["p-7f9-1", "p-7f9-2"]
 
 
 def test_a_role_without_a_deployment_has_no_own_pods(account: Path):

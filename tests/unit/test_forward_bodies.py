@@ -38,6 +38,7 @@ def test_a_clean_body_stays_as_its_bytes():
         {"disagg_prefill_dp_rank": 3},
         {"vllm_xargs": {"kv_transfer_params": "x", "ec_transfer_params": "y"}},
         {"sampling_params": {"extra_args": {"kv_transfer_params": FORGED}}},
+        {"instances": [{}], "parameters": {"bootstrap_host": "10.0.0.9", "bootstrap_room": 2}},
     ],
 )
 def test_what_only_a_forwarder_may_set_is_removed(fields: dict[str, Any]):
@@ -53,6 +54,31 @@ def test_keys_with_escapes_and_repeated_keys_are_no_way_around():
     data = b'{"kv\\u005ftransfer_params": {"a": 1}, "prompt": "p", "prompt": "q"}'
     request = bodies.read(COMPLETIONS, data)
     assert json.loads(request.data) == {"prompt": "q"}
+
+
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a\\"b.wav"\r\n\r\n'
+    b"\xff\0 vllm_xargs\r\n"
+    b'--x\r\ncontent-disposition: form-data; %b\r\n\r\n{"kv_transfer_params": 0}\r\n--x--\r\n'
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(b'name="vllm_xargs"', b'filename="a"; name=VLLM_xargs', b'name="vllm\\_xargs"'),
+        *(b"name*=utf-8''vllm%5Fxargs", b'name*0="vllm"; name*1="_xargs"'),
+    ],
+)
+def test_a_form_cannot_have_them_either(name: bytes):
+    with pytest.raises(Final) as refused:
+        bodies.read("", FORM % name)
+    assert b"a form may not have a field vllm_xargs" in refused.value.answer.body
+
+
+def test_any_other_form_is_passed_on():
+    data = FORM % b'name="prompt"'
+    assert bodies.read("", data).data is data
 
 
 @pytest.mark.parametrize(
@@ -172,6 +198,13 @@ def test_integers_that_python_does_not_decode_are_left_to_the_engine():
         (CHAT, {"messages": [], "use_beam_search": True}, "beam_search", "", 1),
         (RESPONSES, {"input": "x", "previous_response_id": "r"}, "stored_response", "", 1),
         (RESPONSES, {"input": "x", "background": True}, "stored_response", "", 1),
+        (COMPLETIONS, {"prompt": "p", "truncate_prompt_tokens": 9}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "truncate_prompt_tokens": None}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "truncate_prompt_tokens": -1}, "truncation", "", 1),
+        (CHAT, {"messages": [], "truncate_prompt_tokens": "-1"}, "truncation", "", 1),
+        (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation", "", 1),
+        (RESPONSES, {"input": "x", "truncation": None}, "truncation", "", 1),
+        (RESPONSES, {"input": "x", "truncation": "disabled"}, "", "", 1),
         (TOKENS, {"sampling_params": {"n": 2}}, "", "n", 2),
         (TOKENS, {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs", "", 1),
     ],

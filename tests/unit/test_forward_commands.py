@@ -64,6 +64,8 @@ def test_a_wrong_word_or_number_of_join_is_refused(given: dict[str, str], proble
         ("--protocol moriio-read --transfer-host ::", "not that of all interfaces"),
         ("--decode ftp://x", "expected http://HOST:PORT or https://"),
         ("--allow-prefiller 10.0.0.0/99", "is not an address, network (CIDR) or host name"),
+        ("--allow-prefiller ,", "expected a host, an address or a network"),
+        ("--ca-file none.pem", "--ca-file: no engine uses HTTPS"),
         ("--tls-cert none.pem", "tls-cert and tls-key go together"),
     ],
 )

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from dynamo_lite.forward import bodies, headers
+from dynamo_lite.forward import bodies, headers, health
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
 from dynamo_lite.forward.failures import LegFailed
@@ -44,7 +44,7 @@ def chosen(one: Placer, times: int = 1) -> list[int]:
     return [one.place(request(), Tried()).decode.number for _ in range(times)]
 
 
-def test_turns_are_fair_while_engines_come_and_go():
+async def test_turns_are_fair_while_engines_come_and_go():
     one, engines = placer("decode", "decode", "decode")
     first, _, last = engines.all
     assert chosen(one, 4) == [0, 1, 2, 0]
@@ -55,6 +55,37 @@ def test_turns_are_fair_while_engines_come_and_go():
     engines.remove(last)
     engines.add(last.options).passed()
     assert chosen(one, 2) == [3, 0]
+
+
+async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    _, engines = placer("decode", "decode")
+    first, second = engines.all
+    models: dict[KnownEngine, str] = {first: "old", second: "old"}
+
+    async def check(_: Any, engine: KnownEngine) -> None:
+        if engine not in models:
+            raise LegFailed(engine, "check", "refused", "down")
+        engine.models = (models[engine],)
+
+    async def checked() -> None:
+        for engine in engines.all:
+            await engines.check(engine)
+
+    monkeypatch.setattr(health, "check", check)
+    await checked()
+    models.clear()
+    await checked()
+    models[first] = "new"
+    await checked()
+    assert "it serves new and not old" in first.trouble
+    second.answered_at -= 61.0
+    await checked()
+    assert first.usable
+    models[second] = "old"
+    await checked()
+    assert first.usable and "it serves old and not new" in second.trouble
 
 
 def test_load_and_prefixes():
@@ -101,7 +132,7 @@ def test_a_choice_shows_the_chosen_engine_and_some_others():
     ]
 
 
-def test_engines_hold_the_prompts_that_they_were_sent():
+async def test_engines_hold_the_prompts_that_they_were_sent():
     one, engines = placer("decode", "decode")
     engine = engines.all[1]
 

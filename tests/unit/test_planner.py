@@ -321,6 +321,15 @@ def test_an_operator_s_number_is_reached_whatever_the_load():
     assert w.pools[P].count == 32
 
 
+def test_a_number_that_is_reached_stays_when_the_maximum_is_lowered():
+    """A role of which an operator has said nothing, in a pause, counts as reached."""
+    limits = replace(LIMITS, decode_max=2)
+    seen = Seen(roles={D: RoleSeen(counts=RoleCounts(ready=4))}, manual={D: 4})
+    assert plan(PlannerMemory(), seen, limits, 0.0)[1].actions == ()
+    seen = replace(seen, manual={D: 5})
+    assert removes(plan(PlannerMemory(), seen, limits, 0.0)[1], D)
+
+
 @pytest.mark.parametrize("load", [200, 900, 1700, 4000, 12_000])
 def test_a_constant_load_is_met_once_and_for_all(load):
     w = world()

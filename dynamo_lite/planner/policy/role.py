@@ -149,10 +149,12 @@ class RoleStep:
         self.memory = memory.noted(seen, need, limits, now)
 
     def plan(self, manual: int | None) -> RolePlan:
-        """manual: the number that an operator has set, regardless of the load."""
+        """manual: the number that an operator has set, regardless of the load. If it is reached,
+        nothing changes, whatever the limits say."""
         count = self._seen.count
         wanted = self._need.wanted(count) if manual is None else manual
-        wanted = None if wanted is None else min(max(wanted, self._least), self._most)
+        if wanted is not None and manual != count:
+            wanted = min(max(wanted, self._least), self._most)
         goal = self._least if wanted is None else wanted
         ticks = self.memory.up_ticks + 1 if goal > count and manual is None else 0
         self.memory = replace(self.memory, up_ticks=ticks)

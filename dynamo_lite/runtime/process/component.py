@@ -132,7 +132,7 @@ class Host:
         self.probes: Probes = {}
         self._report = report
         self._stop = stop
-        self._endpoints: list[str] = []
+        self._endpoints: set[str] = set()
         self._tasks = OwnedTasks(self._task_failed)
         #: What the process stores under its lease.
         self.keys = HeldKeys(store, lease, self.spawn)
@@ -179,13 +179,16 @@ class Host:
             engine=engine,
         )
         key, value = names.endpoint_key(*name), encode_json(record)
-        await self.keys.hold(key, value)
-        self._endpoints.append(key)
+        try:
+            await self.keys.hold(key, value)
+        finally:
+            # A call that failed may have been applied.
+            self._endpoints.add(key)
         return record
 
     async def deregister(self) -> None:
         """Deletes the registrations of all endpoints; see `HeldKeys.release`."""
-        endpoints, self._endpoints = self._endpoints, []
+        endpoints, self._endpoints = self._endpoints, set()
         if endpoints:
             await self.keys.release(*endpoints)
 

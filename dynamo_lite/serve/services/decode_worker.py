@@ -97,6 +97,8 @@ class LoadedWorker:
         self._engine, self._server, self._traced = engine, server, traced
         self._publisher: KvPublisher | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+        #: Requests that its drain did not finish.
+        self._cut_off = 0
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
         self.probe = EngineProbe(
@@ -127,10 +129,9 @@ class LoadedWorker:
         logger.info("draining: %d requests in flight are finished", server.in_flight)
         await self._stop_remote_prefills()
         if not await server.wait_idle(grace_s):
+            self._cut_off = server.in_flight
             logger.warning(
-                "drain timeout after %g s: %d requests are still in flight",
-                grace_s,
-                server.in_flight,
+                "drain timeout after %g s: %d requests are still in flight", grace_s, self._cut_off
             )
 
     def health(self) -> Mapping[str, Any]:
@@ -138,6 +139,7 @@ class LoadedWorker:
         facts: dict[str, Any] = {
             **self.probe.facts(),
             "in_flight": self._server.in_flight,
+            "cut_off": self._cut_off,
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
