@@ -54,18 +54,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_004,
+    "dynamo_lite/protocol": 2_009,
     "dynamo_lite/runtime": 6_206,
     "dynamo_lite/routing": 1_070,
     "dynamo_lite/transfer": 1_275,
     "dynamo_lite/request_plane": 1_921,
     "dynamo_lite/disagg": 6_617,
-    "dynamo_lite/vllm": 7_039,
+    "dynamo_lite/vllm": 7_043,
     "dynamo_lite/forward": 5_071,
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_717,
     "dynamo_lite/cli": 2_770,
-    "tests": 56_585,
+    "tests": 56_602,
     "tests/simulation": 8_561,
 }
 SLACK = 50

@@ -42,6 +42,11 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: Of its files; "" where no worker has read them yet.
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
+    @property
+    def key(self) -> str:
+        """The name of it in engines, which compare adapters by name; it has one for each path."""
+        return f"{self.name}@{self.path}"
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before)."""

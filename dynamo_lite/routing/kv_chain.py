@@ -20,7 +20,7 @@ MAX_HASH = (1 << 56) - 1
 
 
 def root_hash(cache_salt: str | None = None, adapter: str | None = None) -> ChainHash:
-    """The parent of the first block. adapter: name of the LoRA adapter."""
+    """The parent of the first block. adapter: the LoRA adapter's key."""
     above = xxh3_64_intdigest(adapter.encode()) if adapter else 0
     return xxh3_64_intdigest((cache_salt or "").encode(), above) & MAX_HASH
 

@@ -85,7 +85,7 @@ class KvPicker(Picker):
                 prompt[:-1],
                 block_size,
                 cache_salt=request.cache_salt,
-                adapter=None if request.adapter is None else request.adapter.name,
+                adapter=None if request.adapter is None else request.adapter.key,
             )
 
         choice = self.place(

@@ -41,8 +41,8 @@ class Adapters:
         self._add, self._tasks = add, OwnedTasks()
         #: Each try has a number of its own: one that was late may have loaded its adapter.
         self._numbers = itertools.count(1)
-        #: By name and path.
-        self._loads: dict[tuple[str, str], asyncio.Task[_Loaded | Refused]] = {}
+        #: By the adapter's key.
+        self._loads: dict[str, asyncio.Task[_Loaded | Refused]] = {}
 
     async def load(self, adapter: Adapter) -> tuple[Adapter, LoRARequest]:
         """Returns the adapter with its digest, and vLLM's name of it.
@@ -50,7 +50,7 @@ class Adapters:
         Raises Refused if the engine cannot load it, if its files have changed since it was loaded,
         or if they differ from the given digest.
         """
-        key = adapter.name, adapter.path
+        key = adapter.key
         if key not in self._loads:
             name = f"load the LoRA adapter {adapter.name}"
             self._loads[key] = self._tasks.start(self._try(adapter), name=name)
@@ -61,7 +61,11 @@ class Adapters:
                 del self._loads[key]
             raise loaded
         # vLLM loads an adapter again that it has put aside, in a step.
-        if await asyncio.to_thread(_look, loaded.request.lora_path) != loaded.files:
+        try:
+            files = await asyncio.to_thread(_look, loaded.request.lora_path)
+        except OSError as exc:
+            raise _refused(adapter, str(exc)) from exc
+        if files != loaded.files:
             raise _refused(adapter, "its files have changed: load them from another path")
         if adapter.digest not in ("", loaded.adapter.digest):
             raise _refused(adapter, "its files differ from those of the decode worker")
@@ -76,7 +80,7 @@ class Adapters:
             async with asyncio.timeout(ADAPTER_LOAD_S):
                 # Asked once: the hub may have other files of that name later.
                 path = await asyncio.to_thread(get_adapter_absolute_path, adapter.path)
-                request = LoRARequest(adapter.name, number, path)
+                request = LoRARequest(adapter.key, number, path)
                 files = await asyncio.to_thread(_look, path)
                 made = await asyncio.to_thread(_digest, path)
                 await self._add(request)

@@ -19,6 +19,7 @@ from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, Refused, StoreUnavailable
 from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.runtime.drops import uncounted
+from dynamo_lite.vllm.engine import adapters
 from dynamo_lite.vllm.engine.adapters import Adapters
 from dynamo_lite.vllm.frontend.graph_adapters import AdapterStore, GraphAdapters
 from tests.builders import eventually
@@ -58,6 +59,9 @@ async def test_an_engine_loads_each_adapter_once_under_a_number_of_its_own(tmp_p
     loaded = [await adapters.load(each) for each in (one, same_files, other, one)]
     assert len(engine.asked) == 3
     assert len({request.lora_int_id for _, request in loaded}) == 3
+    # vLLM's steps take adapters of one name for one, and routers hash what events name.
+    assert {request.lora_name for _, request in loaded} == {one.key, same_files.key, other.key}
+    assert len({request for _, request in loaded}) == 3
     digests = [found.digest for found, _ in loaded]
     assert digests[0] == digests[1] == digests[3] != digests[2]
 
@@ -92,6 +96,19 @@ async def test_files_that_have_changed_since_the_load_are_refused(tmp_path: Path
     write(tmp_path / "a", "other weights")
     with pytest.raises(Refused, match="its files have changed"):
         await adapters.load(adapter)
+
+
+async def test_files_that_cannot_be_read_any_more_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def unreadable(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    loaded, adapter = Adapters(Engine().add), Adapter(name="a", path=write(tmp_path / "a"))
+    await loaded.load(adapter)
+    monkeypatch.setattr(adapters, "_look", unreadable)
+    with pytest.raises(Refused, match="Permission denied"):
+        await loaded.load(adapter)
 
 
 async def test_requests_share_a_load_and_its_error(tmp_path: Path):
