@@ -44,8 +44,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """The name of it in engines, which compare adapters by name; it has one for each path."""
-        return f"{self.name}@{self.path}"
+        """Its name in engines, which compare adapters by name: one for each name and path."""
+        return f"{len(self.name)}:{self.name}@{self.path}"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,15 +26,19 @@ BEFORE_LONG = (Lane.URGENT, Lane.SHORT)
 ClientPriority = Literal["ignore", "lower-only", "any"]
 
 
+#: Clients may write any number; one on the wire has 64 bits.
+_LARGEST = 1 << 62
+
+
 def granted_priority(asked: int, rule: ClientPriority) -> int:
     """The priority of a client's request. Smaller values go first; 0 is usual."""
     match rule:
         case "ignore":
             return 0
         case "lower-only":
-            return max(0, asked)
+            return min(max(0, asked), _LARGEST)
         case "any":
-            return asked
+            return min(max(-_LARGEST, asked), _LARGEST)
 
 
 def lane_of(tokens: int, priority: int, short_length: int) -> Lane:

@@ -132,7 +132,8 @@ class Bodies:
         self._turns = _Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        # Requests without a body may come without the key, and may not hold memory.
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self._app(scope, receive, send)
         try:
             body, turn = await self._accept(scope, receive)

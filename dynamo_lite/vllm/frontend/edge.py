@@ -1,8 +1,10 @@
 """The HTTP middleware around vLLM's app: timeouts, sessions and `Retry-After`.
 
 It reads the headers `x-request-timeout` and `x-session-id`, sets the deadline that all
-sequences of one HTTP request share, adds `Retry-After`, and gives a stream that fails before
-its first event the status of its error.
+sequences of one HTTP request share, adds `Retry-After`, gives a stream that fails before its first
+output the status of its error, and ends a later one of `/v1/responses` and `/v1/messages` with
+an error event (https://platform.openai.com/docs/api-reference/responses-streaming/error,
+https://docs.anthropic.com/en/docs/build-with-claude/streaming#error-events).
 """
 
 import asyncio
@@ -13,6 +15,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 
 from dynamo_lite.protocol.errors import (
@@ -32,10 +36,11 @@ SESSION_HEADER = "x-session-id"
 
 #: A retry may succeed after these.
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-#: Errors that become the status of a stream without events.
+#: Errors that become the status of a stream without output.
 _EARLY = frozenset({*_RETRYABLE, HTTPStatus.GATEWAY_TIMEOUT})
-#: How vLLM's app begins an error event.
-_ERROR_EVENT = b'data: {"error":'
+#: Events that come before any output.
+_NO_OUTPUT = (b"event: response.created\n", b"event: response.in_progress\n")
+_MESSAGES = "/v1/messages"
 
 
 #: Inherited by the tasks that the app starts for a request.
@@ -121,8 +126,13 @@ class Edge:
             timeout_s, deadline=now + timeout_s, session=_session(scope), trace=trace
         )
         token = _context.set(context)
+        answer = _Answer(send, context, messages=scope["path"].endswith(_MESSAGES))
         try:
-            await self._app(scope, receive, _Answer(send).send)
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            if context.error is None or not answer.streams:
+                raise
+            await answer.fail(context.error)
         finally:
             _context.reset(token)
 
@@ -149,38 +159,79 @@ def _session(scope: Scope) -> str | None:
 
 
 class _Answer:
-    """Sends the app's answer.
+    """Sends the app's answer. messages: whether it is one of Anthropic's API.
 
-    The head of an event stream waits for the first event. If that is an error of `_EARLY`,
-    the answer becomes this error with its status.
+    The head of an event stream waits for the first event with output. If the request fails before
+    it with an error of `_EARLY`, the answer becomes this error with its status.
     """
 
-    def __init__(self, send: Send):
-        self._send = send
-        self._head: Message | None = None
-        self._replaced = False
+    def __init__(self, send: Send, context: RequestContext, *, messages: bool):
+        self._send, self._context, self._messages = send, context, messages
+        #: The head and the first events of a stream, while they wait.
+        self._held: list[Message] = []
+        self._events = 0
+        self._replaced = self.streams = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if message["status"] == HTTPStatus.OK and _is_event_stream(message):
-                self._head = message
+                self.streams = True
+                self._held = [message]
             else:
                 await self._send(_with_retry_after(message))
             return
         if self._replaced:
             return
-        if (head := self._head) is not None and message["type"] == "http.response.body":
-            body = message.get("body", b"")
-            if not body and message.get("more_body", False):
-                return
-            self._head = None
-            if (early := _early_error(body)) is not None:
-                self._replaced = True
-                status, body = early
-                message = {"type": "http.response.body", "body": body}
-                head = _with_retry_after(json_head(status, body, head.get("headers", ())))
-            await self._send(head)
+        error, body = self._context.error, message.get("body", b"")
+        if self._held:
+            more = message.get("more_body", False)
+            if error is not None and _info(error).code in _EARLY:
+                return await self._refuse(error)
+            if error is None and more and (not body or body.startswith(_NO_OUTPUT)):
+                return self._held.append(message)
+            await self._release()
+        # vLLM does not know our errors as events of this API.
+        if error is not None and self._messages and body.startswith(b"event: error"):
+            message = {**message, "body": self._error_event(error)}
+        self._events += 1
         await self._send(message)
+
+    async def fail(self, error: VLLMError) -> None:
+        """The app has broken off an event stream because of `error`."""
+        if self._held:
+            return await self._refuse(error)
+        await self._send({"type": "http.response.body", "body": self._error_event(error)})
+
+    async def _refuse(self, error: VLLMError) -> None:
+        """The error in the place of the stream."""
+        head, self._held, self._replaced = self._held[0], [], True
+        info = _info(error)
+        known = {"type": "error"} if self._messages else {}
+        body = json.dumps({**known, "error": self._described(info)}).encode()
+        await self._send(_with_retry_after(json_head(info.code, body, head.get("headers", ()))))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _release(self) -> None:
+        held, self._held = self._held, []
+        for message in held:
+            self._events += 1
+            await self._send(message)
+
+    def _described(self, info: ErrorInfo) -> dict[str, object]:
+        return info.model_dump(include={"type", "message"} if self._messages else None)
+
+    def _error_event(self, error: VLLMError) -> bytes:
+        info = _info(error)
+        if self._messages:
+            event = {"type": "error", "error": self._described(info)}
+        else:
+            event = {**info.model_dump(), "type": "error", "code": info.type}
+            event["sequence_number"] = self._events - 1
+        return b"event: error\ndata: %b\n\n" % json.dumps(event).encode()
+
+
+def _info(error: VLLMError) -> ErrorInfo:
+    return create_error_response(error).error
 
 
 def _with_retry_after(head: Message) -> Message:
@@ -195,18 +246,6 @@ def _is_event_stream(head: Message) -> bool:
         key.lower() == b"content-type" and value.startswith(b"text/event-stream")
         for key, value in head.get("headers", ())
     )
-
-
-def _early_error(event: bytes) -> tuple[int, bytes] | None:
-    """Status and body, if the event is an error of `_EARLY`."""
-    if not event.startswith(_ERROR_EVENT):
-        return None
-    body = event.removeprefix(b"data: ").partition(b"\n")[0]
-    try:
-        status = json.loads(body)["error"]["code"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return (status, body) if status in _EARLY else None
 
 
 #: Removed from the request: vLLM's app would log that it does not trace.

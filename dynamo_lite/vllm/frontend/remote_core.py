@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from vllm.exceptions import VLLMError
 from vllm.lora.request import LoRARequest
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -20,6 +21,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.vllm.frontend.edge import current_context, engine_failure, http_error
 from dynamo_lite.vllm.frontend.intake import Intake
+from dynamo_lite.vllm.frontend.request_context import RequestContext
 from dynamo_lite.vllm.wire import output_or_error
 
 
@@ -45,6 +47,8 @@ class RemoteCore(EngineCoreClient):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self._intake, self._deliveries, self._causal = intake, deliveries, causal
+        #: The HTTP requests of the sequences at workers.
+        self._contexts: dict[str, RequestContext] = {}
         #: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
         #: Set by the client.
         self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
@@ -67,12 +71,22 @@ class RemoteCore(EngineCoreClient):
         """
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
+        if (context := current_context()) is not None:
+            self._contexts[request.request_id] = context
         try:
-            await self._intake.submit(request, current_context(), causal=self._causal)
-        except DynamoLiteError as exc:
-            raise http_error(exc) from exc
+            await self._intake.submit(request, context, causal=self._causal)
+        except BaseException as exc:
+            self._contexts.pop(request.request_id, None)
+            if not isinstance(exc, DynamoLiteError):
+                raise
+            error = http_error(exc)
+            if context is not None:
+                context.error = error
+            raise error from exc
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._contexts.pop(request_id, None)
         await self._intake.abort(request_ids)
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
@@ -90,18 +104,23 @@ class RemoteCore(EngineCoreClient):
             for delta in received:
                 self._intake.delivered(delta)
                 if delta.error is not None:
-                    orphans = self.fail(delta.request_id, engine_failure(delta.error))
-                    await self.abort_requests_async(orphans)
+                    await self._fail(delta.request_id, engine_failure(delta.error))
+                elif delta.finish_reason is not None:
+                    self._contexts.pop(delta.request_id, None)
             outputs = [output_or_error(delta, now) for delta in received]
             failed = [o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR]
             await self.abort_requests_async(failed)
             return EngineCoreOutputs(outputs=outputs, timestamp=now)
 
     async def _end(self, ended: SequenceEnd) -> None:
-        """Also aborts the other sequences of the same request."""
         self._intake.leave(ended.request_id, "error", str(ended.error))
-        orphans = self.fail(ended.request_id, http_error(ended.error))
-        await self.abort_requests_async(orphans)
+        await self._fail(ended.request_id, http_error(ended.error))
+
+    async def _fail(self, request_id: str, error: VLLMError) -> None:
+        """Also aborts the other sequences of the same request."""
+        if (context := self._contexts.pop(request_id, None)) is not None:
+            context.error = error
+        await self.abort_requests_async(self.fail(request_id, error))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: failover client and transport belong to the component."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm.exceptions import VLLMError
+
 from dynamo_lite.protocol.trace import TraceContext
 
 #: Longest session id in characters; the rest of a longer one is dropped.
@@ -23,5 +25,7 @@ class RequestContext:
     #: Whether `trace` is the span of the HTTP request, which another part records. Otherwise it
     #: is the span of the only sequence.
     http_span: bool = True
+    #: With which a sequence has ended, or was refused.
+    error: VLLMError | None = None
     #: Called each time before a sequence is sent to a worker.
     on_placing: Callable[[], None] = lambda: None

@@ -1,6 +1,7 @@
 """Moves, limits and deadlines at the Frontend: vLLM's app over scripted workers."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,20 @@ from tests.vllm.front_half import CHAT, TEXT, Front, events, open_front
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 #: The hint is given in whole seconds.
 BUSY = Refused("4 of at most 4 requests are in flight", elsewhere=True, busy=True)
+
+
+#: One request of each API.
+ASKED = {
+    "/v1/completions": TEXT,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 5, "temperature": 0},
+}
+
+
+def _last_event(text: str) -> dict:
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    return json.loads(lines[-1].removeprefix("data: "))
 
 
 @pytest.fixture
@@ -96,14 +111,18 @@ async def _counted(front: Front) -> list[float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_workers_at_their_limits_are_a_429_with_their_hint(front: Front, stream: bool):
+@pytest.mark.parametrize(("path", "body"), ASKED.items())
+async def test_workers_at_their_limits_are_a_429_with_their_hint(
+    front: Front, path: str, body: dict, stream: bool
+):
     front.workers.refusals = {1: BUSY, 2: BUSY}
-    answer = await front.post("/v1/completions", TEXT | {"stream": stream})
+    answer = await front.post(path, body | {"stream": stream})
     assert answer.status_code == 429, answer.text
     assert answer.headers["retry-after"] == "1"
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
-    assert error["code"] == 429 and "in flight" in error["message"]
+    assert error["type"] == "Too Many Requests" and "in flight" in error["message"]
+    assert error.get("code", 429) == 429
     assert front.intake.refused == {"busy": 1}
     await front.idle()
 
@@ -167,14 +186,22 @@ async def test_a_request_that_is_not_done_in_time_is_a_504(front: Front):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_stream_that_is_not_done_in_time(front: Front, begun: bool):
+@pytest.mark.parametrize(("path", "body"), ASKED.items())
+async def test_a_stream_that_is_not_done_in_time(front: Front, path: str, body: dict, begun: bool):
     """An error event once it has begun; a status before."""
     front.workers.hold, front.workers.silent = True, not begun
-    body = TEXT | {"stream": True}
-    answer = await front.post("/v1/completions", body, **{"x-request-timeout": "2"})
+    answer = await front.post(path, body | {"stream": True}, **{"x-request-timeout": "2"})
     assert answer.status_code == (200 if begun else 504), answer.text
-    error = (events(answer.text)[-1] if begun else answer.json())["error"]
-    assert error["code"] == 504
+    told = _last_event(answer.text) if begun else answer.json()
+    error = told if path == "/v1/responses" and begun else told["error"]
+    assert "did not finish within its 2 s" in error["message"]
+    if begun and path == "/v1/responses":
+        assert (
+            error["type"] == "error" and error["sequence_number"] == answer.text.count("data:") - 1
+        )
+    else:
+        assert error["type"] == "Gateway Timeout" and error.get("code", 504) == 504
+    assert told.get("type", "error") == "error"
     await front.workers.wait_aborted(1)
     await front.idle()
 
