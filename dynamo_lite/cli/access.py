@@ -46,7 +46,8 @@ def etcd(
         typer.Option(
             help="Make the users at --etcd-url, and turn authentication on. This folder has the"
             " passwords: for each user, and for `root`, a file of its name that contains"
-            " USER:PASSWORD. What exists stays; a password that differs is changed.",
+            " USER:PASSWORD. What exists stays; a password that differs is changed, but not that of"
+            " `root`, as whom this command logs in: for it `etcdctl user passwd root`.",
         ),
     ] = None,
 ) -> None:
@@ -217,8 +218,8 @@ async def make_users(
     """Makes a user for each component, and `root`, and turns authentication on.
 
     May be repeated, also when an earlier call ended halfway: what exists stays, a password that
-    differs from its file is changed. logins: a folder with a file USER:PASSWORD for each user,
-    named as the user.
+    differs from its file is changed; with authentication on, `root` has that of its file already.
+    logins: a folder with a file USER:PASSWORD for each user, named as the user.
 
     Raises ConfigError for a file or URL that cannot be used, StartupError when etcd refuses.
     """

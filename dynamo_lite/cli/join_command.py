@@ -94,7 +94,7 @@ def join(
     requests, at most --grace-s, and exits with code 0. Then you can stop the engine. If the
     command is killed, the record is gone after --lease-ttl-s. If etcd is out of reach for longer
     than that, it registers the engine again as soon as it can. Other exit codes: 1 etcd could not
-    be reached at the start, 2 bad input.
+    be reached at the start, 2 bad input, 70 its check of the engine failed, 130 a second signal.
 
     \b
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\

@@ -43,7 +43,8 @@ app = typer.Typer(
 
     Keys are those of the configuration file; its values are used where nothing is set.
     Values that are set are stored in etcd, for all processes of the component, until they
-    are unset, also across restarts. All processes follow within a second.
+    are unset, also across restarts; an embedded etcd starts empty. All processes follow within a
+    second.
     """,
 )
 

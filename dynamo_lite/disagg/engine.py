@@ -94,9 +94,10 @@ class DecodeEngine(Engine, GenerateHandler, Protocol):
 
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         """A prefill worker has sampled a request's first token. Returns what is to be sent to the
-        client now; `steps` leaves that out then. Only with metadata.
+        client now; `steps` leaves that out then. None for a request that does not run. Only with
+        metadata.
 
-        Raises ProtocolError for a request that does not run, or a token that does not fit.
+        Raises ProtocolError for a token that does not fit.
         """
         ...
 

@@ -54,7 +54,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueSeen | None = None
     #: Time limit of a remote prefill.
     time_left_s: float = math.inf
-    #: Whether the prompt's KV depends on its tokens and cache salt only.
+    #: Whether the prompt's KV depends on its tokens, cache salt and LoRA adapter only.
     transferable: bool = True
     #: Whether this decode worker is leaving.
     leaving: bool = False

@@ -113,7 +113,7 @@ class Tracer:
         self.record(name, parent.child(), parent.span_id, start, end)
 
     def record_notes(self, notes: Sequence[Sequence[Any]]) -> None:
-        """Records spans that were noted in an engine's processes; see `SpanNotes`."""
+        """Records spans that were noted in an engine's processes; see `note_span`."""
         for name, trace_id, span_id, parent, start, end, kind, attributes in notes:
             context = TraceContext(trace_id, span_id)
             self.record(name, context, parent, start, end, kind=kind, attributes=attributes)

@@ -17,7 +17,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import DEVICES
+from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
@@ -193,6 +193,8 @@ def _resolve_service(
     accepted = accepted_keys(service)
     options = fill(document, path, service.config, options, service.defaults, accepted)
     given = document.section(service.name, "ServiceArgs")
+    if isinstance(env := given.get("env"), dict):
+        given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
     args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
     if service.inside:
         if given:
@@ -201,6 +203,15 @@ def _resolve_service(
         args["workers"] = 0
     args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
     return ServiceConfig(service=service, options=options, flags=flags, **args)
+
+
+def _without_urls(document: Document, path: KeyPath, env: dict[str, Any]) -> dict[str, Any]:
+    """Refuses the servers' URLs, which may have passwords: no later message shows their values."""
+    for option, variable in VARIABLES.items():
+        if variable in env:
+            why = f"engines must not have it; set it for `dynamo-lite` itself, or give --{option}"
+            document.complain((*path, variable), why)
+    return {name: value for name, value in env.items() if name not in VARIABLES.values()}
 
 
 def _from_common(

@@ -46,6 +46,11 @@ async def test_users_of_a_call_that_ended_halfway_get_the_passwords_of_the_files
         logins(folder, **{"n-Router": "third"})
         await make_users(etcd.url, "n", ROUTER, folder)
         await log_in("n-Router", "third")
+        # The password of root, as which the calls log in, is changed by hand before.
+        as_root = {"user": "root", "password": "first"}
+        await etcdctl(etcd.url, "user", "passwd", "root", timeout_s=30, typed="fourth\n", **as_root)
+        await make_users(etcd.url, "n", ROUTER, logins(folder, root="fourth"))
+        await log_in("n-Router", "second")
 
 
 async def test_a_password_that_etcdctl_would_cut_is_refused(tmp_path: Path):

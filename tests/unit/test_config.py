@@ -15,7 +15,7 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.runtime.tracing import TracingOptions
-from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.child_environment import VARIABLES, child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -427,3 +427,14 @@ def test_engines_do_not_inherit_the_urls_of_the_servers(monkeypatch: pytest.Monk
     environment = child_environment({})
     assert environment["HF_HOME"] == "/models"
     assert not any("only-in-urls" in value for value in environment.values())
+
+
+@pytest.mark.parametrize("variable", VARIABLES.values())
+def test_a_service_s_environment_may_not_have_the_urls_of_the_servers(load: Loader, variable: str):
+    env = f"VllmWorker.ServiceArgs.env.{variable}"
+    said = f"{env}: engines must not have it; set it for `dynamo-lite` itself, or give --"
+    args = {"env": {variable: "nats://me:s3cret@h:1", "X": [1]}}
+    content = GOOD | {"VllmWorker": GOOD["VllmWorker"] | {"ServiceArgs": args}}
+    for found in (load.mistakes(content), load.mistakes(GOOD, f"--{env}=nats://me:s3cret@h:1")):
+        assert said in "".join(found)
+        assert "s3cret" not in "".join(found)

@@ -160,6 +160,11 @@ def test_every_path_and_link_of_a_page_leads_somewhere(page: Path):
     assert broken_links(page) == []
 
 
+def test_every_link_of_the_changelog_leads_somewhere():
+    """It also names files that are gone."""
+    assert broken_links(ROOT / "CHANGELOG.md") == []
+
+
 @pytest.mark.parametrize("name", LONGEST)
 def test_the_first_pages_stay_short(name: str):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]

@@ -102,7 +102,7 @@ class DecodeScheduler:
 
         Never the last prompt token: the engine computes it in order to sample. None: the
         engine must call again, because the request waits for the KV of another request.
-        transferable: whether the prompt's KV depends on its tokens and cache salt only.
+        transferable: see `DecisionInputs`.
         offloaded: tokens beyond `cached` that another connector loads if none are returned.
         """
         prefill = self.prefills.by_request.get(request.request_id)
