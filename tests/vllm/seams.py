@@ -26,7 +26,8 @@ COMPAT = PACKAGE / "vllm" / "compat.py"
 MEMBERS: dict[str, tuple[str, str]] = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "running waiting kv_holding_waiting max_num_running_reqs max_num_active_reqs connector"
-        " finished_recving_kv_req_ids vllm_config",
+        " finished_recving_kv_req_ids failed_recving_kv_req_ids _inflight_prefills"
+        " _handle_blocked_waiting_request vllm_config",
         "vllm/engine/short_first.py, arrivals.py",
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (

@@ -27,7 +27,7 @@ ClientPriority = Literal["ignore", "lower-only", "any"]
 
 
 #: Clients may write any number; one on the wire has 64 bits.
-_LARGEST = 1 << 62
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def granted_priority(asked: int, rule: ClientPriority) -> int:
@@ -36,9 +36,9 @@ def granted_priority(asked: int, rule: ClientPriority) -> int:
         case "ignore":
             return 0
         case "lower-only":
-            return min(max(0, asked), _LARGEST)
+            return min(max(0, asked), _MOST)
         case "any":
-            return min(max(-_LARGEST, asked), _LARGEST)
+            return min(max(_LEAST, asked), _MOST)
 
 
 def lane_of(tokens: int, priority: int, short_length: int) -> Lane:

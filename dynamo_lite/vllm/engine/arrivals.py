@@ -9,7 +9,7 @@ Steps and looks keep a core busy, which slows down a prefill engine whose core i
 the same one. So both become rarer, the longer the prompts have been away.
 
 Prompts that wait for the KV of another one are kept out of vLLM's steps until it has arrived.
-A prompt whose KV was lost reserves no blocks.
+Prompts whose KV is lost do not hold up others.
 """
 
 import time
@@ -145,14 +145,23 @@ class _ArrivalMixin(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._waiting.bring_back()
+        self._let_lost_wait()
         return super().schedule(throttle_prefills)
 
-    def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        super()._update_waiting_for_remote_kv(request)
-        if request.num_computed_tokens == 0:
-            # Its KV is lost, and its blocks are free. vLLM would go on to reserve blocks for it:
-            # when it is asked for again, it would need twice its blocks, and hold up all others.
+    def _let_lost_wait(self) -> None:
+        """Prompts whose KV is lost give their blocks back, and wait before the new ones.
+
+        vLLM would keep them before prompts whose KV has arrived, which then wait, too, until there
+        are blocks; and it would reserve blocks for one that is asked for again, which would need
+        twice as many as it has tokens for.
+        """
+        if not (lost := self.failed_recving_kv_req_ids):
+            return
+        for request in [each for each in self.kv_holding_waiting if each.request_id in lost]:
+            self.kv_holding_waiting.remove_request(request)
+            self._handle_blocked_waiting_request(request)
             self._inflight_prefills.discard(request)
+            self.waiting.prepend_request(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -140,24 +140,45 @@ def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
     assert engine.get_request_counts() == (4, 0) and looked_up["b"] == 1
 
 
+def losing(steps: Steps, name: str, workers: int) -> Any:
+    """The prompt `name` has been sent to one of these workers, which has died. The decode half."""
+    steps.cache([1] * BLOCK)
+    decode: Any = steps.engine.connector._decode  # type: ignore[union-attr]
+    responsive = tuple(SimpleNamespace(lease_id=number + 1) for number in range(workers))
+    decode._net.workers._health = SimpleNamespace(responsive=responsive)
+    steps.add(name, [2] * 60 * BLOCK)
+    steps.add("ready", [4] * 20 * BLOCK)
+    steps.step()
+    decode.prefills.by_request[name].writer = 1
+    return decode
+
+
 def test_a_lost_prompt_that_is_asked_for_again_needs_its_blocks_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
-    steps = Steps(model, tmp_path, 110)
-    engine = steps.engine
-    steps.cache([1] * BLOCK)
-    decode: Any = engine.connector._decode  # type: ignore[union-attr]
-    workers = tuple(SimpleNamespace(lease_id=number) for number in (1, 2))
-    decode._net.workers._health = SimpleNamespace(responsive=workers)
-    steps.add("long", [2] * 60 * BLOCK)
-    steps.step()
+    steps = Steps(model, tmp_path, 130)
+    decode = losing(steps, "long", workers=2)
     attempt = decode.prefills.by_request["long"].attempt
-    decode.prefills.by_request["long"].writer = 1
     decode._inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
     steps.step(lost=["long"])
     steps.add("short", [3] * 20)
     assert steps.step() == ["short"]
-    assert engine.requests["long"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert steps.engine.requests["long"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert decode.prefills.by_request["long"].attempt != attempt
+
+
+def test_prompts_whose_kv_is_here_do_not_wait_for_the_blocks_of_a_lost_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whose blocks are not free while its writer may still write."""
+    monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
+    steps = Steps(model, tmp_path, 110)
+    decode = losing(steps, "long", workers=1)
+    attempt = decode.prefills.by_request["long"].attempt
+    decode._inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
+    steps.step()
+    steps.step(lost=["long"], received=["ready"])
+    assert steps.step() == ["ready"]
+    assert steps.engine.requests["long"].status is RequestStatus.WAITING

@@ -202,6 +202,21 @@ async def test_large_bodies_that_wait_are_bounded():
         assert bodies._held == 0
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+async def test_a_body_is_not_waited_for_where_none_is_expected(method: str):
+    """The key guard lets OPTIONS, and GET of open paths, pass without a key."""
+    app = Recorder(reads=False)
+    bodies, http = client_of(app, body_s=60.0)
+
+    async def never() -> AsyncIterator[bytes]:
+        yield 500 * b" "
+        await asyncio.sleep(3600)
+
+    async with http, asyncio.timeout(10):
+        assert (await http.request(method, "/", content=never())).status_code == 200
+        assert bodies._held == 0
+
+
 async def test_a_body_that_does_not_come_is_given_up():
     app = Recorder()
     bodies, http = client_of(app, body_s=0.05)
