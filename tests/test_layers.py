@@ -59,14 +59,14 @@ BUDGET = {
     "dynamo_lite/routing": 1_070,
     "dynamo_lite/transfer": 1_275,
     "dynamo_lite/request_plane": 1_921,
-    "dynamo_lite/disagg": 6_622,
-    "dynamo_lite/vllm": 7_115,
+    "dynamo_lite/disagg": 6_625,
+    "dynamo_lite/vllm": 7_128,
     "dynamo_lite/forward": 5_071,
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_728,
     "dynamo_lite/cli": 2_772,
-    "tests": 56_688,
-    "tests/simulation": 8_561,
+    "tests": 56_696,
+    "tests/simulation": 8_565,
 }
 SLACK = 50
 

@@ -136,6 +136,12 @@ class PrefillEngine(Engine, Protocol):
         """
         ...
 
+    @property
+    def busy(self) -> bool:
+        """Whether it computes attempts, or writes them. One that waits for its adapter does not
+        count: the engine has nothing to do for it."""
+        ...
+
     def check_peer(self, target: EngineMetadata) -> bool:
         """Whether the target's blocks can also be read. Raises IncompatiblePeer, with both sides
         named, for a decode engine that it must not write to."""

@@ -23,7 +23,7 @@ from tests.process import null_graph
 class NullPrefillEngine:
     """PrefillEngine that writes nothing."""
 
-    model = "null"
+    model, busy = "null", False
     load = EngineLoad(gave_tokens=True)
     metadata = ()
 

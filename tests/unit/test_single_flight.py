@@ -65,6 +65,13 @@ async def leads(decode: Decode, request: Any) -> str:
     return attempt
 
 
+async def test_nobody_waits_for_kv_that_only_a_window_keeps(decode: Decode):
+    for block in decode.pool.blocks[:3]:
+        block.is_null = True
+    await leads(decode, sibling("r1"))
+    assert asks(decode, sibling("r2")) == (39, True)
+
+
 async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any):
     caplog.set_level(logging.INFO)
     attempt = await leads(decode, sibling("r1"))

@@ -88,10 +88,8 @@ class RemotePrefill:
     prompt: Prompt | None = None
     #: Number of the prompt's first block that is awaited. Read by `Resumes`.
     first_block: int = 0
-    #: Tokens that the engine awaits. Read by `SingleFlight`.
+    #: Tokens that a prefill worker has to compute. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Tokens that a prefill worker has to compute.
-    job_tokens: int = 0
     #: Whether the engine still waits for the KV, until it learns that the KV came or will not
     #: come. Read by `SingleFlight`.
     parked: bool = False

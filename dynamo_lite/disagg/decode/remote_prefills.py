@@ -103,7 +103,6 @@ class RemotePrefills:
         timeout_s: float,
         first_block: int,
         awaited_tokens: int,
-        job_tokens: int,
         hashes: Sequence[Hashable],
     ) -> float:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
@@ -116,19 +115,18 @@ class RemotePrefills:
             prefill.max_tries = prefill.decided.options.max_remote_prefills
         prefill.tries += 1
         prefill.attempt, prefill.prompt, prefill.times["decide"] = attempt, prompt, now
-        prefill.first_block = first_block
-        prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
+        prefill.first_block, prefill.awaited_tokens = first_block, awaited_tokens
         prefill.above = above = traced(prompt.trace_headers)
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
-        self._asked.append((now, job_tokens))
+        self._asked.append((now, awaited_tokens))
         self._by_attempt[attempt] = prefill
         self.jobs += 1
-        self.tokens += job_tokens
-        self._stats.add(ASKED, job_tokens)
+        self.tokens += awaited_tokens
+        self._stats.add(ASKED, awaited_tokens)
         return prefill.until
 
     def landed(self, request_id: str, blocks: int) -> None:
@@ -172,7 +170,7 @@ class RemotePrefills:
         if prefill is None or prefill.outcome is not None:
             return None
         self.jobs -= 1
-        self.tokens -= prefill.job_tokens
+        self.tokens -= prefill.awaited_tokens
         prefill.times["fill" if outcome is Outcome.COMMITTED else "lost"] = self._now()
         prefill.outcome, prefill.detail = outcome, detail
         self._stats.add(f"{REMOTE}/{outcome.value}")

@@ -241,7 +241,8 @@ class DecodeScheduler:
         """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
         when the request waits, in monotonic seconds."""
         size, wanted = self._block_size, request.num_prompt_tokens - 1
-        first = self._first_awaited(tables, (wanted - external) // size)
+        computed = (wanted - external) // size
+        first = self._first_awaited(tables, computed)
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
         attempt = self._new_attempt()
@@ -253,8 +254,8 @@ class DecodeScheduler:
             timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
             first_block=first,
             awaited_tokens=external,
-            job_tokens=wanted - first * size,
-            hashes=self._flights.hashes(request),
+            # A window keeps the end of a prompt only, which serves no other prompt.
+            hashes=self._flights.hashes(request) if first == computed else (),
         )
         # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.

@@ -48,7 +48,7 @@ class PrefillWorker:
         self._probe = probe = EngineProbe(
             host,
             engine,
-            busy=lambda: bool(self._jobs and self._jobs.working),
+            busy=lambda: engine.busy,
             step_timeout_s=self._config.step_timeout_s,
             on_status=status_gauges(host.registry, BLOCK_GAUGES),
         )

@@ -1,5 +1,7 @@
 """Stock vLLM as a prefill engine: each attempt is a request for one token."""
 
+import asyncio
+
 from vllm.lora.request import LoRARequest
 
 from dynamo_lite.disagg.counters import BROKEN_LINK
@@ -9,6 +11,7 @@ from dynamo_lite.protocol.errors import EngineDied, Refused
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.runtime.tasks import end_tasks, first_of
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.fingerprint import check_peer
@@ -20,8 +23,8 @@ class VllmPrefillEngine(VllmEngine):
     def __init__(self, context: EngineContext):
         super().__init__(context)
         self._attempts = OpenAttempts()
-        #: Attempts whose adapter is being loaded, and that are still wanted.
-        self._loading: set[str] = set()
+        #: Attempts whose adapter is being loaded; set when they are given up.
+        self._loading: dict[str, asyncio.Event] = {}
 
     async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
@@ -62,20 +65,30 @@ class VllmPrefillEngine(VllmEngine):
 
     async def _lora(self, job: RemotePrefillRequest) -> LoRARequest | None:
         """The job's adapter in this engine. Raises Refused."""
-        self._loading.add(job.attempt)
+        if job.adapter is None:
+            return None
+        given_up = self._loading[job.attempt] = asyncio.Event()
+        load = asyncio.ensure_future(self._loaded(job.adapter))
         try:
-            loaded = await self._loaded(job.adapter)
-            if job.attempt not in self._loading:
+            await first_of(asyncio.wait([load]), given_up.wait())
+            if not load.done():
                 raise Refused("it was given up while its adapter was loaded", elsewhere=True)
+            loaded = await load
+            return None if loaded is None else loaded[1]
         finally:
-            self._loading.discard(job.attempt)
-        return None if loaded is None else loaded[1]
+            del self._loading[job.attempt]
+            await end_tasks(load)
+
+    @property
+    def busy(self) -> bool:
+        return len(self._attempts) > 0
 
     def check_peer(self, target: EngineMetadata) -> bool:
         return check_peer(self.metadata[0], target)
 
     async def abandon(self, attempt: str) -> None:
-        self._loading.discard(attempt)
+        if (given_up := self._loading.get(attempt)) is not None:
+            given_up.set()
         await self._abort([attempt])
 
     def _samples(self, job: RemotePrefillRequest) -> bool:

@@ -185,6 +185,10 @@ class SimEngine:
         sampled = None if wanted is None else on_first_token
         return await self._attempts.run(job.attempt, added(), sampled)
 
+    @property
+    def busy(self) -> bool:
+        return len(self._attempts) > 0
+
     def check_peer(self, target: EngineMetadata) -> bool:
         if target.fingerprint != self.metadata[0].fingerprint:
             raise IncompatiblePeer(target.engine_id, "another model")
