@@ -54,7 +54,7 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 2_009,
+    "dynamo_lite/protocol": 2_008,
     "dynamo_lite/runtime": 6_206,
     "dynamo_lite/routing": 1_070,
     "dynamo_lite/transfer": 1_275,
@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_728,
     "dynamo_lite/cli": 2_772,
-    "tests": 56_696,
+    "tests": 56_706,
     "tests/simulation": 8_565,
 }
 SLACK = 50

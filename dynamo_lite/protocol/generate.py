@@ -70,8 +70,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Arguments of the parser that detects it.
     reasoning_parser_kwargs: dict[str, Any] | None = None
     #: Tokens that another worker generated already. The engine continues after them and counts them
-    #: against the request's own limits. If nothing is left to generate, its only delta has the
-    #: finish_reason and no token.
+    #: against the request's own limits.
     output_token_ids: list[TokenId] = []
     #: Seconds that were left of the request's time limit when it was sent. Relative, because the
     #: clocks of two hosts differ.

@@ -2,7 +2,7 @@
 
 `vllm serve` takes all arguments in one process. Here vLLM's front half and its engine are
 separate processes, so an argument has no effect in the wrong section. Such arguments are
-refused with advice: no argument without an effect is accepted.
+refused with advice; those of the model are accepted everywhere.
 """
 
 import argparse

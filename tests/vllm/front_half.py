@@ -225,6 +225,7 @@ class Front:
         async with asyncio.timeout(10):
             while self.app.client.get_num_unfinished_requests():
                 await asyncio.sleep(0.01)
+        assert self.app.client.engine_core._contexts == {}
 
 
 @asynccontextmanager

@@ -77,11 +77,11 @@ class RemoteCore(EngineCoreClient):
             await self._intake.submit(request, context, causal=self._causal)
         except BaseException as exc:
             self._contexts.pop(request.request_id, None)
-            if not isinstance(exc, DynamoLiteError):
-                raise
-            error = http_error(exc)
-            if context is not None:
+            error = http_error(exc) if isinstance(exc, DynamoLiteError) else exc
+            if context is not None and isinstance(error, VLLMError):
                 context.error = error
+            if error is exc:
+                raise
             raise error from exc
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -206,6 +206,15 @@ async def test_a_stream_that_is_not_done_in_time(front: Front, path: str, body: 
     await front.idle()
 
 
+async def test_a_stream_of_responses_that_no_worker_can_take_is_refused(front: Front):
+    """Its first events come before the workers are asked."""
+    front.workers.refusals = dict.fromkeys((1, 2), Refused("no", elsewhere=False))
+    body = ASKED["/v1/responses"] | {"stream": True}
+    answer = await front.post("/v1/responses", body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "no"
+    await front.idle()
+
+
 async def test_times_of_the_configuration(model: Path):
     async with open_front(model, default_timeout_s=50, max_timeout_s=60) as front:
         for header, expected in (("", 50), ("20", 20), ("100", 60), ("1e3", 60)):
