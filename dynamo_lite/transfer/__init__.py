@@ -1,1 +1,1 @@
-"""Moves KV blocks between engines: layouts, the mover, the metadata directory."""
+"""Moves KV blocks between engines: layouts and the mover."""
