@@ -14,6 +14,7 @@ from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
+from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
 from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
 from tests.twins.servers import MemoryStore
@@ -49,6 +50,22 @@ async def test_sigterm_drains(run: Run) -> None:
     assert await exit_code == 0
     assert run.worker.calls == ["start", "drain 30", "close"]
     assert keys_at_drain == [{}]
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+async def test_a_hangup_is_a_stop_unless_it_is_ignored(ignored: bool) -> None:
+    """`nohup` ignores it."""
+    stop = StopRequest()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with stop_on_signals(stop, again=lambda: None):
+            os.kill(os.getpid(), signal.SIGHUP)
+            # Signals come in their order.
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.wait()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stop.reason == ("SIGTERM" if ignored else "SIGHUP")
 
 
 async def test_status_is_served(run: Run) -> None:
