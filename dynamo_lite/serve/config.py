@@ -8,6 +8,7 @@ of the service itself overrides a common one.
 """
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -248,7 +249,9 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
             document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
             flags[key] = value
-    if not isinstance(flags.get("model"), str):
+    if isinstance(model := flags.get("model"), str):
+        flags["model"] = os.path.expanduser(model)  # vLLM does not
+    else:
         document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
 

@@ -49,6 +49,8 @@ from dynamo_lite.vllm.edge_choice import (
 
 _ACCESS_TIMEOUT_S = 60.0
 
+#: In Hugging Face's format, in Mistral's.
+_MODEL_FILES = ("config.json", "params.json")
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 _EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
@@ -110,10 +112,11 @@ def check_model(service: ServiceConfig) -> None:
     """Raises StartupError when `model` is a path without a model, but for the demo model, which
     is made."""
     model = service.flags.get("model", "")
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "/", "~"))
-    if looks_like_path and model != _DEMO_MODEL and not (path / "config.json").is_file():
-        raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}")
+    if not model.startswith((".", "/", "~")) or model == _DEMO_MODEL:
+        return
+    if not any(Path(model, name).is_file() for name in _MODEL_FILES):
+        files = " or ".join(_MODEL_FILES)
+        raise StartupError(f"{service.service.name}.model: no model ({files}) at {model}")
 
 
 def make_demo_model(services: Sequence[ServiceConfig]) -> None:

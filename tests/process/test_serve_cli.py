@@ -84,7 +84,7 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
     [
         (STUB, "Front.host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
         (STUB, "Graph.bind-host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
-        (MODELLED, "Vllm.model", "./absent", "no model (config.json) at absent"),
+        (MODELLED, "Vllm.model", "./absent", "no model (config.json or params.json) at ./absent"),
     ],
 )
 def test_what_is_not_there_is_found_before_anything_starts(

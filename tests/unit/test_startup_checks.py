@@ -1,10 +1,11 @@
 """The checks before any process starts."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.command import check_quickly
 from dynamo_lite.serve.config import resolve
@@ -115,6 +116,23 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
     assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "found"), [("params.json", True), ("config.json", True), ("x", False)]
+)
+def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
+    file: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / file).touch()
+    document = read_document(FILE, ["--Common.model=~/model", "--Frontend.port=0"])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
+    assert {c.flags["model"] for c in config.here if c.flags} == {f"{tmp_path}/model"}
+    refused = pytest.raises(StartupError, match=rf"no model \(.*\) at {tmp_path}/model")
+    with nullcontext() if found else refused:
+        check_quickly(config, tmp_path)
 
 
 @pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])
