@@ -60,19 +60,28 @@ _RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 def check_addresses(config: GraphConfig) -> None:
     """Raises StartupError when a process that starts here cannot listen."""
-    wanted = [("Graph.bind-host", config.shared.bind_host, 0)]
+    bind_host = config.shared.bind_host
+    # The option of the host, the host, the port and its option.
+    wanted = [("Graph.bind-host", bind_host, 0, "")]
     for service in config.here:
+        name, first = service.service.name, service.status_port
         if service.workers and (address := http_address(service)) is not None:
-            wanted.append((f"{service.service.name}.host", *address))
-    for option, host, port in wanted:
+            wanted.append((f"{name}.host", *address, f"{name}.port"))
+        for number in range(service.workers if first else 0):
+            option = f"{name}.ServiceArgs.status-port"
+            wanted.append(("Graph.bind-host", bind_host, first + number, option))
+    found = dict[tuple[str, int], str]()
+    for host_option, host, port, option in wanted:
         try:
             free = can_listen(host, port)
         except OSError as exc:
-            why = f"{option}: cannot listen on {host}: {exc.strerror}"
+            why = f"{host_option}: cannot listen on {host}: {exc.strerror}"
             raise StartupError(why) from exc
-        if not free:
-            other = f"--{option.removesuffix('host')}port=PORT"
-            raise StartupError(f"port {port} on {host} is in use; choose another: {other}")
+        other = found.get((host, port), "") if port else ""
+        if other or not free:
+            why = f"that of {other}, too" if other else "in use"
+            raise StartupError(f"port {port} on {host} is {why}; choose another: --{option}=PORT")
+        found[host, port] = option
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:

@@ -64,17 +64,21 @@ def test_bad_flags(arguments: list[str], message: str):
 
 
 @pytest.mark.parametrize(
-    ("graph", "service"),
-    [((STUB,), "Front"), (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend")],
+    ("graph", "option"),
+    [
+        ((STUB,), "Front.port"),
+        ((STUB,), "Back.ServiceArgs.status-port"),
+        (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend.port"),
+    ],
 )
-def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
+def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], option: str):
     """It is found before vLLM is asked about its arguments, which takes many seconds."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{service}.port={port}")
+        result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{option}={port}")
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"error: port {port} on 127.0.0.1 is in use; choose another: --{service}.port=PORT"
+        f"error: port {port} on 127.0.0.1 is in use; choose another: --{option}=PORT"
     ]
     assert not any(tmp_path.iterdir())
 

@@ -18,6 +18,7 @@ from dynamo_lite.serve.startup_checks import (
     check_urls,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
+from tests.ports import reserved_port
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
@@ -147,6 +148,18 @@ def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
     check_stored_responses(resolve(graph, document), document)
     named = [mistake.partition(":")[0] for mistake in document.mistakes]
     assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
+
+
+def test_two_services_on_one_host_have_different_ports(tmp_path: Path):
+    port = reserved_port()
+    options = [f"--{name}.ServiceArgs.status-port={port}" for name in ("VllmWorker", "Planner")]
+    document = read_document(FILE, [*options, "--Frontend.port=0"])
+    graph = load_graph("graphs.disagg_planner:Frontend")
+    check_quickly(resolve(graph, document, only="Planner"), tmp_path)
+    of, to = (option.rpartition("=")[0] for option in options[::-1])
+    why = f"port {port} on 127.0.0.1 is that of {of[2:]}, too; choose another: {to}=PORT"
+    with pytest.raises(StartupError, match=why):
+        check_quickly(resolve(graph, document), tmp_path)
 
 
 def test_an_unusable_kubernetes_account_is_refused_before_the_start(tmp_path: Path):
