@@ -122,6 +122,19 @@ async def test_an_expired_lease_exits_75() -> None:
     assert await exit_code == 75
 
 
+async def test_a_lease_that_expires_during_the_start_is_its_cause() -> None:
+    run = Run(lease_ttl_s=1.0)
+
+    async def hang(_: Host) -> None:
+        run.store.set_available(False)
+        await asyncio.Event().wait()
+
+    run.worker.on_start = hang
+    exit_code = run.start()
+    assert (await run.until("failed"))["error"] == "lease expired: etcd was out of reach"
+    assert await exit_code == 75
+
+
 async def test_a_registration_that_was_not_deleted_is_deleted_while_it_drains() -> None:
     store = RefusingStore()
     run = Run(store)
