@@ -166,7 +166,10 @@ async def _connect(
         servers.append(await stack.enter_async_context(etcd))
         etcd_url = etcd.url
         etcdctl = request.state_dir / "etcdctl"
-        etcd.write_etcdctl(etcdctl)
+        try:
+            etcd.write_etcdctl(etcdctl)
+        except OSError as exc:
+            raise StartupError(f"{etcdctl}: cannot be written: {exc.strerror}") from exc
         stack.callback(etcdctl.unlink, missing_ok=True)
         progress.line("serve", f"to look into etcd: {etcdctl} get --prefix {namespace}")
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")

@@ -175,6 +175,13 @@ def test_members_come_and_go(tmp_path: Path):
         graph.wait_line("left the graph (exit 0)")
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "etcdctl").mkdir()
+    result = run("serve", STUB, "--state-dir", str(tmp_path))
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert f"error: {tmp_path}/etcdctl: cannot be written: Is a directory" in result.stderr
+
+
 def test_a_stop_during_the_start(tmp_path: Path):
     with serving(tmp_path) as graph:
         eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
