@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +43,8 @@ def scale(
     other hosts are not counted. A process that cannot be started is given up, with the reason,
     and the graph goes on. Devices come from Graph.devices, as many as ServiceArgs.devices says.
     Workers that still start are removed first, then the least busy, as `dynamo-lite drain` finds
-    them. Ctrl-C only ends the waiting.
+    them, or the youngest on a host without the operator's certificate. Ctrl-C only ends the
+    waiting.
 
     Exit codes: 0: there are that many; 1: an order was refused or failed, or the time was over;
     2: bad input, and nothing was ordered.
@@ -126,11 +127,18 @@ async def _order(state_dir: Path, component: str, target: int, say: Say) -> None
 
 
 async def _least_busy(
-    state_dir: Path, component: str, number: int, ready: Collection[int], say: Say
+    state_dir: Path, component: str, number: int, ready: Sequence[int], say: Say
 ) -> list[int]:
-    """So many of these leases; fewer if their workers are not listed."""
+    """So many of these leases, which are in the order of their starts; fewer if their workers are
+    not listed."""
     place = OnGraph(state_dir=state_dir).place()
-    workers = (await look(await members(place), place.certificates())).workers(component)
+    try:
+        certificates = place.certificates()
+    except ConfigError as exc:
+        # A host of workers needs only their certificates.
+        say(f"  the youngest, because loads cannot be read: {exc}")
+        return list(ready[-number:])
+    workers = (await look(await members(place), certificates)).workers(component)
     leases: list[int] = []
     for _ in range(number):
         # Whether the last one may go was decided with the target.

@@ -7,7 +7,6 @@ supervisor.
 import asyncio
 import logging
 import logging.config
-import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -213,9 +212,7 @@ def run(
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
     """If the lease expired while etcd was out of reach, a new lease is granted: no other
     process would register the engine again."""
-    # A closed terminal ends it in order, too.
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, signal.raise_signal, signal.SIGTERM)
     expired, failures = False, 0
     while True:
         began = loop.time()

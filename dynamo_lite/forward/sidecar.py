@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import logging.config
-import signal
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -121,8 +120,7 @@ def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFor
 
 async def _run(config: SidecarConfig, grace_s: float) -> int:
     stop = StopRequest()
-    # A closed terminal ends it in order, too.
-    with stop_on_signals(stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    with stop_on_signals(stop):
         async with sidecar(config) as (url, server):
             print("ready", url, flush=True)
             await stop.wait()

@@ -4,7 +4,6 @@ import asyncio
 import logging.config
 import os
 import secrets
-import signal
 import time
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -39,8 +38,6 @@ from dynamo_lite.serve.supervisor_socket import SupervisorSocket
 from dynamo_lite.vllm.compat import tested_range, vllm_version
 
 _MAX_LONE_SERVICES = 1000
-#: The first one begins a drain, the second one kills all processes.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def serve(request: ServeRequest) -> int:
@@ -55,7 +52,7 @@ async def serve(request: ServeRequest) -> int:
     if any(service.service.flags != "none" for service in here):
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
-        stack.enter_context(stop_on_signals(stop, _SIGNALS, again=force.set))
+        stack.enter_context(stop_on_signals(stop, again=force.set))
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
@@ -169,7 +166,10 @@ async def _connect(
         servers.append(await stack.enter_async_context(etcd))
         etcd_url = etcd.url
         etcdctl = request.state_dir / "etcdctl"
-        etcd.write_etcdctl(etcdctl)
+        try:
+            etcd.write_etcdctl(etcdctl)
+        except OSError as exc:
+            raise StartupError(f"{etcdctl}: cannot be written: {exc.strerror}") from exc
         stack.callback(etcdctl.unlink, missing_ok=True)
         progress.line("serve", f"to look into etcd: {etcdctl} get --prefix {namespace}")
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")

@@ -7,6 +7,8 @@ vLLM's arguments. `common-configs: [key, ...]` copies keys from the section `Com
 of the service itself overrides a common one.
 """
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,6 +101,19 @@ class GraphConfig:
         """The services that this command starts processes for, in drain order."""
         outer = (c for c in self.services if c.service.component)
         return [c for c in outer if self.only in (None, c.service.name)]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of this host, in the order in which its processes get them. A service that starts alone
+        begins behind the shares of those before it: they may start on this host, too, and know
+        nothing of each other."""
+        given = self.shared.devices
+        names = tuple(map(str, range(given) if isinstance(given, int) else given))
+        if self.only is None:
+            return names
+        before = itertools.takewhile(lambda c: c.service.name != self.only, self.services)
+        taken = sum(c.workers * c.devices for c in before)
+        return names[taken:] + names[:taken]
 
 
 def resolve(
@@ -245,7 +260,9 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
             document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
             flags[key] = value
-    if not isinstance(flags.get("model"), str):
+    if isinstance(model := flags.get("model"), str):
+        flags["model"] = os.path.expanduser(model)  # vLLM does not
+    else:
         document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
 

@@ -21,17 +21,14 @@ Keep = Callable[[ServiceConfig, int, tuple[str, ...]], InstanceSupervisor]
 
 
 class Fleet:
-    """services: in drain order. devices: of this host, or their number.
+    """services: in drain order. devices: see `GraphConfig.devices`.
 
     Raises StartupError when the devices do not suffice for the processes of the start, or their
     files cannot be written.
     """
 
-    def __init__(
-        self, services: Sequence[ServiceConfig], devices: Sequence[str | int] | int, keep: Keep
-    ):
-        names = range(devices) if isinstance(devices, int) else devices
-        self._devices = tuple(str(name) for name in names)
+    def __init__(self, services: Sequence[ServiceConfig], devices: Sequence[str], keep: Keep):
+        self._devices = tuple(devices)
         self._keep = keep
         self._services = {service.service.name: service for service in services}
         self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}

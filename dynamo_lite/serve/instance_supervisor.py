@@ -281,12 +281,17 @@ class InstanceSupervisor:
             lines = log.splitlines()[-_LOG_TAIL_LINES:]
             tail = "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)])
         self._line(f"not started; {tail}")
-        cause = _INPUT.sub("", " ".join(self._error.split()))
-        # vLLM says so where another of its processes has failed.
-        if "root cause above" in cause and (raised := _RAISED.search(log)):
-            cause = raised[1]
+        cause = _INPUT.sub("", " ".join(self._error.split())).rstrip(".")
         cause = cause or f"ended before it was ready ({exit_text(code)})"
-        return f"{self.launch.name}: {cause.rstrip('.')}"
+        killed = code == -signal.SIGKILL
+        # vLLM says so where another of its processes has failed.
+        if "root cause above" in cause:
+            killed = f": {-signal.SIGKILL}" in cause
+            if not killed and (raised := _RAISED.search(log)):
+                cause = raised[1].rstrip(".")
+        if killed:
+            cause += "; most likely the memory of the host or container did not suffice"
+        return f"{self.launch.name}: {cause}"
 
 
 async def revoke_lease(etcd_url: str, lease_id: int) -> bool:

@@ -49,6 +49,8 @@ from dynamo_lite.vllm.edge_choice import (
 
 _ACCESS_TIMEOUT_S = 60.0
 
+#: In Hugging Face's format, in Mistral's.
+_MODEL_FILES = ("config.json", "params.json")
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 _EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
@@ -58,19 +60,28 @@ _RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 def check_addresses(config: GraphConfig) -> None:
     """Raises StartupError when a process that starts here cannot listen."""
-    wanted = [("Graph.bind-host", config.shared.bind_host, 0)]
+    bind_host = config.shared.bind_host
+    # The option of the host, the host, the port and its option.
+    wanted = [("Graph.bind-host", bind_host, 0, "")]
     for service in config.here:
+        name, first = service.service.name, service.status_port
         if service.workers and (address := http_address(service)) is not None:
-            wanted.append((f"{service.service.name}.host", *address))
-    for option, host, port in wanted:
+            wanted.append((f"{name}.host", *address, f"{name}.port"))
+        for number in range(service.workers if first else 0):
+            option = f"{name}.ServiceArgs.status-port"
+            wanted.append(("Graph.bind-host", bind_host, first + number, option))
+    found = dict[tuple[str, int], str]()
+    for host_option, host, port, option in wanted:
         try:
             free = can_listen(host, port)
         except OSError as exc:
-            why = f"{option}: cannot listen on {host}: {exc.strerror}"
+            why = f"{host_option}: cannot listen on {host}: {exc.strerror}"
             raise StartupError(why) from exc
-        if not free:
-            other = f"--{option.removesuffix('host')}port=PORT"
-            raise StartupError(f"port {port} on {host} is in use; choose another: {other}")
+        other = found.get((host, port), "") if port else ""
+        if other or not free:
+            why = f"that of {other}, too" if other else "in use"
+            raise StartupError(f"port {port} on {host} is {why}; choose another: --{option}=PORT")
+        found[host, port] = option
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:
@@ -110,10 +121,11 @@ def check_model(service: ServiceConfig) -> None:
     """Raises StartupError when `model` is a path without a model, but for the demo model, which
     is made."""
     model = service.flags.get("model", "")
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "/", "~"))
-    if looks_like_path and model != _DEMO_MODEL and not (path / "config.json").is_file():
-        raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}")
+    if not model.startswith((".", "/", "~")) or model == _DEMO_MODEL:
+        return
+    if not any(Path(model, name).is_file() for name in _MODEL_FILES):
+        files = " or ".join(_MODEL_FILES)
+        raise StartupError(f"{service.service.name}.model: no model ({files}) at {model}")
 
 
 def make_demo_model(services: Sequence[ServiceConfig]) -> None:

@@ -49,7 +49,7 @@ class Supervisor:
         options, self._request = request.config.shared, request
         self._etcd_url = run.etcd_url(services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
-        self._fleet = Fleet(services, options.devices, self._keeper)
+        self._fleet = Fleet(services, request.config.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.

@@ -79,6 +79,13 @@ def test_containers_can_do_no_more_than_they_must(compose: dict[str, Any], name:
     assert "healthcheck" in container
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_an_engine_compiles_can_be_loaded(compose: dict[str, Any], name: str) -> None:
+    mounts = dict(mount.split(":") for mount in compose["services"][name]["tmpfs"])
+    assert set(mounts) == {"/tmp", "/var/lib/dynamo-lite"}
+    assert all("exec" in options.split(",") for options in mounts.values())
+
+
 def test_the_services_use_the_servers_of_the_file(compose: dict[str, Any]) -> None:
     services = compose["services"]
     for name in (*SERVICES, "operator"):

@@ -67,5 +67,5 @@ def test_it_runs_as_the_user_and_in_the_folder_that_the_manifests_have() -> None
             assert (context["runAsUser"], context["fsGroup"]) == (int(uid), int(gid))
             mounted = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
             assert words["WORKDIR"] in mounted
-    assert f"{words['WORKDIR']}:uid={uid},gid={gid}" in (DEPLOY / "compose.yaml").read_text()
+    assert f"{words['WORKDIR']}:exec,uid={uid},gid={gid}" in (DEPLOY / "compose.yaml").read_text()
     assert words["ENTRYPOINT"] == '["tini", "--", "dynamo-lite"]'

@@ -64,17 +64,21 @@ def test_bad_flags(arguments: list[str], message: str):
 
 
 @pytest.mark.parametrize(
-    ("graph", "service"),
-    [((STUB,), "Front"), (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend")],
+    ("graph", "option"),
+    [
+        ((STUB,), "Front.port"),
+        ((STUB,), "Back.ServiceArgs.status-port"),
+        (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend.port"),
+    ],
 )
-def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
+def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], option: str):
     """It is found before vLLM is asked about its arguments, which takes many seconds."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{service}.port={port}")
+        result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{option}={port}")
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"error: port {port} on 127.0.0.1 is in use; choose another: --{service}.port=PORT"
+        f"error: port {port} on 127.0.0.1 is in use; choose another: --{option}=PORT"
     ]
     assert not any(tmp_path.iterdir())
 
@@ -84,7 +88,7 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], service: str):
     [
         (STUB, "Front.host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
         (STUB, "Graph.bind-host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
-        (MODELLED, "Vllm.model", "./absent", "no model (config.json) at absent"),
+        (MODELLED, "Vllm.model", "./absent", "no model (config.json or params.json) at ./absent"),
     ],
 )
 def test_what_is_not_there_is_found_before_anything_starts(
@@ -169,6 +173,13 @@ def test_members_come_and_go(tmp_path: Path):
         result = revoke_lease("--component", "Back", "--wait", *here)
         assert (result.returncode, "gone" in result.stdout) == (0, True)
         graph.wait_line("left the graph (exit 0)")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "etcdctl").mkdir()
+    result = run("serve", STUB, "--state-dir", str(tmp_path))
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert f"error: {tmp_path}/etcdctl: cannot be written: Is a directory" in result.stderr
 
 
 def test_a_stop_during_the_start(tmp_path: Path):

@@ -158,7 +158,7 @@ def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
     with serving(tmp_path, f"--Back.fail={how}", "--log-to", where) as graph:
         assert graph.end() == 1
         text = "".join(graph.output)
-    why = "told to fail" if how == "start" else "ended before it was ready (signal 9)"
+    why = "told to fail" if how == "start" else "ended before it was ready (signal 9); most likely"
     assert f"error: Back-0: {why}" in text and "Traceback" not in text
     assert ("its log is above" in text) is (where == "stderr")
     if how == "start":

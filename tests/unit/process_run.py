@@ -80,10 +80,9 @@ class Run:
         self.messaging = MemoryMessaging()
         self.worker = Worker()
         self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        options = {"nats_url": "nats://x", "etcd_url": "http://x", "lease_ttl_s": 5.0} | spec
-        self.spec = ProcessSpec(
-            namespace="n", component="Worker", instance=0, state_dir="/nowhere", **options
-        )
+        options = {"nats_url": "nats://x", "etcd_url": "http://x", "lease_ttl_s": 5.0}
+        options |= {"state_dir": "/nowhere", **spec}
+        self.spec = ProcessSpec(namespace="n", component="Worker", instance=0, **options)
         self.environment = ProcessEnvironment(
             open_store=lambda _: contextlib.nullcontext(self.store),
             open_messaging=lambda *_: contextlib.nullcontext(self.messaging),

@@ -1,10 +1,17 @@
 """Claim cells: open while the claim holds, with no message needed, and never for another claim."""
 
+import os
+import stat
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamo_lite.runtime.claim_cells import Cell, CellReader, ClaimCells
+from dynamo_lite.serve.services.config import PrefillWorkerConfig
+from dynamo_lite.serve.services.vllm_backend import VllmBackend
+from tests.unit.process_run import Run
 
 NOW = 5000.0
 
@@ -64,6 +71,7 @@ def test_no_cell_is_used_twice_at_a_time():
 def test_another_process_reads_them_in_the_file(tmp_path: Path):
     cells = ClaimCells(3, tmp_path / "claims")
     reader = CellReader(tmp_path / "claims")
+    assert stat.S_IMODE((tmp_path / "claims").stat().st_mode) == 0o600
     opened = [cells.open(claim) for claim in (7, 8, (1 << 63) - 1)]
     assert [reader.until(each.cell) for each in opened] == [0.0] * 3
     for number, each in enumerate(opened):
@@ -93,3 +101,28 @@ def test_closing_shuts_all_cells_for_readers_that_still_look_and_removes_the_fil
 def test_a_missing_file_is_an_error_and_not_an_open_cell(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         CellReader(tmp_path / "none")
+
+
+def test_a_worker_and_the_last_one_of_its_number_share_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The last one drains after the death of its supervisor. What dead ones have left is removed,
+    but not of another number."""
+    host: Any = None
+    backend = VllmBackend(Run(state_dir=str(tmp_path)).spec)
+    dead = subprocess.Popen("true")
+    dead.wait()
+    (tmp_path / "run").mkdir()
+    left, other = (tmp_path / "run" / f"Worker-{n}-{dead.pid}.engine.json" for n in (0, 10))
+    left.touch()
+    other.touch()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(os, "getpid", os.getppid)
+        last = backend.open_cells(host, PrefillWorkerConfig())
+    cells = backend.open_cells(host, PrefillWorkerConfig())
+    assert not left.exists() and other.exists()
+    assert last.path is not None and last.path.exists()
+    last.close()
+    assert cells.path is not None
+    CellReader(cells.path).close()
+    cells.close()

@@ -128,6 +128,23 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
     assert "Graph.devices sets CUDA_VISIBLE_DEVICES" in found
 
 
+@pytest.mark.parametrize(
+    ("only", "devices", "order"),
+    [
+        (None, "[4, 5, GPU-c]", ("4", "5", "GPU-c")),
+        ("VllmWorker", "[4, 5, GPU-c]", ("4", "5", "GPU-c")),
+        ("PrefillWorker", "[4, 5, GPU-c]", ("GPU-c", "4", "5")),
+        ("PrefillWorker", "3", ("2", "0", "1")),
+        ("PrefillWorker", "[4]", ("4",)),
+    ],
+)
+def test_services_that_start_alone_on_one_host_get_different_devices(
+    load: Loader, only: str | None, devices: str, order: tuple[str, ...]
+):
+    each = ("--VllmWorker.ServiceArgs.devices=2", "--PrefillWorker.ServiceArgs.devices=1")
+    assert load(GOOD, *each, f"--Graph.devices={devices}", only=only).devices == order
+
+
 def test_every_mistake_at_once_with_line_path_and_accepted_keys(load: Loader):
     text = """\
 Common: {model: m, spare: 1}

@@ -14,6 +14,7 @@ from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
+from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
 from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
 from tests.twins.servers import MemoryStore
@@ -49,6 +50,22 @@ async def test_sigterm_drains(run: Run) -> None:
     assert await exit_code == 0
     assert run.worker.calls == ["start", "drain 30", "close"]
     assert keys_at_drain == [{}]
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+async def test_a_hangup_is_a_stop_unless_it_is_ignored(ignored: bool) -> None:
+    """`nohup` ignores it."""
+    stop = StopRequest()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with stop_on_signals(stop, again=lambda: None):
+            os.kill(os.getpid(), signal.SIGHUP)
+            # Signals come in their order.
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.wait()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stop.reason == ("SIGTERM" if ignored else "SIGHUP")
 
 
 async def test_status_is_served(run: Run) -> None:
@@ -102,6 +119,19 @@ async def test_an_expired_lease_exits_75() -> None:
     await run.until("ready")
     run.store.set_available(False)
     assert (await run.until("draining"))["reason"] == "lease expired"
+    assert await exit_code == 75
+
+
+async def test_a_lease_that_expires_during_the_start_is_its_cause() -> None:
+    run = Run(lease_ttl_s=1.0)
+
+    async def hang(_: Host) -> None:
+        run.store.set_available(False)
+        await asyncio.Event().wait()
+
+    run.worker.on_start = hang
+    exit_code = run.start()
+    assert (await run.until("failed"))["error"] == "lease expired: etcd was out of reach"
     assert await exit_code == 75
 
 

@@ -105,6 +105,7 @@ async def test_a_first_spawn_that_fails(tmp_path: Path):
 _PYDANTIC = """ValidationError: 1 error for A
   Value error, Sleep mode is not supported. [type=value_error, input_value={'a': [1]}, input_type=A]
     For further information visit https://errors.pydantic.dev/2/v/value_error"""
+_KILLED = "Failed core proc(s): {'EngineCore_DP0': -9}"
 _ELSEWHERE = "RuntimeError: Engine core initialization failed. See root cause above."
 
 
@@ -116,6 +117,11 @@ _ELSEWHERE = "RuntimeError: Engine core initialization failed. See root cause ab
             "ValidationError: 1 error for A Value error, Sleep mode is not supported",
         ),
         (_ELSEWHERE, "ValueError: the largest max_model_len is 9"),
+        (
+            f"{_ELSEWHERE} {_KILLED}",
+            f"{_ELSEWHERE} {_KILLED}; most likely the memory of the host or container did not"
+            " suffice",
+        ),
         ("a model without sleep", "a model without sleep"),
         ("", "ended before it was ready (exit 1)"),
     ],

@@ -1,12 +1,14 @@
 """What `ps` shows for a member, whether its process answers or not, and for pairs of workers."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.cli import listing
+from dynamo_lite.cli import listing, scale
 from dynamo_lite.cli.listing import (
     as_link_rows,
     as_link_table,
@@ -17,6 +19,8 @@ from dynamo_lite.cli.listing import (
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
+from dynamo_lite.serve.certificate_folder import make_certificates
+from dynamo_lite.serve.run_state import RunState, write_run
 from tests.builders import endpoint_record, engine_metadata
 from tests.hostile import answering
 
@@ -106,3 +110,21 @@ def test_how_links_are_listed():
         "decode b: 0 of 1 prefill workers usable",
         "decode c: 0 of 1 prefill workers usable",
     ]
+
+
+async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_path: Path):
+    """Loads are read with it, and a host of workers needs only the workers'."""
+    make_certificates(folder := tmp_path / "certificates", "n", ["VllmWorker"])
+    run = RunState(
+        pid=os.getpid(),
+        started_at=0.0,
+        graph="g",
+        namespace="n",
+        etcd="https://127.0.0.1:1",
+        certificates=str(folder),
+    )
+    write_run(tmp_path, run)
+    said: list[str] = []
+    leases = await scale._least_busy(tmp_path, "VllmWorker", 2, [7, 8, 9], said.append)
+    assert leases == [8, 9]
+    assert "Operator.pem: it cannot be read" in said[0]

@@ -1,10 +1,11 @@
 """The checks before any process starts."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.command import check_quickly
 from dynamo_lite.serve.config import resolve
@@ -17,6 +18,7 @@ from dynamo_lite.serve.startup_checks import (
     check_urls,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
+from tests.ports import reserved_port
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
@@ -117,6 +119,23 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
 
 
+@pytest.mark.parametrize(
+    ("file", "found"), [("params.json", True), ("config.json", True), ("x", False)]
+)
+def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
+    file: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / file).touch()
+    document = read_document(FILE, ["--Common.model=~/model", "--Frontend.port=0"])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
+    assert {c.flags["model"] for c in config.here if c.flags} == {f"{tmp_path}/model"}
+    refused = pytest.raises(StartupError, match=rf"no model \(.*\) at {tmp_path}/model")
+    with nullcontext() if found else refused:
+        check_quickly(config, tmp_path)
+
+
 @pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])
 def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
     """Another one would answer 404 for them."""
@@ -129,6 +148,18 @@ def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
     check_stored_responses(resolve(graph, document), document)
     named = [mistake.partition(":")[0] for mistake in document.mistakes]
     assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
+
+
+def test_two_services_on_one_host_have_different_ports(tmp_path: Path):
+    port = reserved_port()
+    options = [f"--{name}.ServiceArgs.status-port={port}" for name in ("VllmWorker", "Planner")]
+    document = read_document(FILE, [*options, "--Frontend.port=0"])
+    graph = load_graph("graphs.disagg_planner:Frontend")
+    check_quickly(resolve(graph, document, only="Planner"), tmp_path)
+    of, to = (option.rpartition("=")[0] for option in options[::-1])
+    why = f"port {port} on 127.0.0.1 is that of {of[2:]}, too; choose another: {to}=PORT"
+    with pytest.raises(StartupError, match=why):
+        check_quickly(resolve(graph, document), tmp_path)
 
 
 def test_an_unusable_kubernetes_account_is_refused_before_the_start(tmp_path: Path):

@@ -36,6 +36,7 @@ from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.readiness import ProbeBody, liveness, readiness
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
+    EXIT_LEASE_EXPIRED,
     EXIT_START_FAILED,
     EXIT_STOPPED,
     Interrupted,
@@ -192,6 +193,10 @@ class _Process:
                 facts = await self._component.start(self.host)
         except Interrupted:
             self._report_draining()
+            if self._stop.code != EXIT_STOPPED:
+                lost = self._stop.code == EXIT_LEASE_EXPIRED
+                why = self._stop.reason + (": etcd was out of reach" if lost else "")
+                self._report({"state": "failed", "error": why})
             return self._stop.code
         except Exception as exc:
             return self.failed(exc)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -70,11 +70,12 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(
-    stop: StopRequest,
-    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
-    again: Callable[[], object] = lambda: os._exit(EXIT_FORCED),
+    stop: StopRequest, again: Callable[[], object] = lambda: os._exit(EXIT_FORCED)
 ) -> Iterator[None]:
-    """The first signal requests a drain, the second one calls `again`: the process ends at once."""
+    """The first signal requests a drain, the second one calls `again`: the process ends at once.
+
+    A closed terminal is a signal, too, unless it is ignored, as under `nohup`.
+    """
     loop = asyncio.get_running_loop()
     seen = False
 
@@ -86,7 +87,10 @@ def stop_on_signals(
         stop.set(number.name, EXIT_STOPPED)
 
     installed: list[signal.Signals] = []
-    for number in kinds:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Shells start background jobs with an ignored SIGINT, which is no wish to ignore it.
+        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue
         # Only the main thread's loop can handle signals; elsewhere the owner calls `stop`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             loop.add_signal_handler(number, on_signal, number)

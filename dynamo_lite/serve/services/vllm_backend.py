@@ -1,5 +1,6 @@
 """The real parts of a worker: stock vLLM, JetStream, claim cells in a mapped file."""
 
+import os
 import uuid
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -110,10 +111,16 @@ def prefill_role(config: PrefillWorkerConfig, *, cells_path: str) -> PrefillEngi
 
 
 def _engine_file(spec: ProcessSpec, suffix: str) -> Path:
-    """`<state-dir>/run/<Service>-<i>.<suffix>`, for the engine's processes to read.
+    """`<state-dir>/run/<Service>-<i>-<pid>.<suffix>`, for the engine's processes to read.
 
-    The folder exists afterwards.
+    With the process id, because after the death of a supervisor the last process of this instance
+    may drain beside this one. The folder exists afterwards, without files of this instance's
+    processes that have ended.
     """
-    folder = Path(spec.state_dir) / "run"
+    folder, instance = Path(spec.state_dir) / "run", f"{spec.component}-{spec.instance}"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{spec.component}-{spec.instance}.{suffix}"
+    for left in folder.glob(f"{instance}-[0-9]*"):
+        pid = left.name.removeprefix(f"{instance}-").partition(".")[0]
+        if not Path("/proc", pid).exists():
+            left.unlink(missing_ok=True)
+    return folder / f"{instance}-{os.getpid()}.{suffix}"

@@ -105,7 +105,7 @@ def _tensors(file: int, size: int) -> list[int]:
 
 def _local_path(model: str, revision: str | None, cache: str | None) -> Path | None:
     """A model's local file or folder, for a model of the hub its snapshot; None without one."""
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.exists():
         return path
     try:
