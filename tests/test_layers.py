@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_766,
     "dynamo_lite/cli": 2_780,
-    "tests": 56_862,
+    "tests": 56_869,
     "tests/simulation": 8_565,
 }
 SLACK = 50

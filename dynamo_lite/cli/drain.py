@@ -238,7 +238,7 @@ class _Watch:
             lines.append("UNLISTED  it gets nothing new")
         if leaving.ended:
             lines.append("GONE      its process has ended")
-        elif verdict.safe:
+        elif verdict.safe and not (self.forced and self._told.startswith("DRAINING")):
             lines.append(f"SAFE      it may be killed: {verdict.reason}")
             self._safe = True
         elif self.forced:

@@ -154,3 +154,7 @@ def test_what_is_safe_to_kill_stays_so_until_it_has_work_again():
         watch._leaving = leaving
         watch._tell(judged(leaving, NOBODY if len(said) < 3 else {D: None}))
     assert [line.split()[1] for line in said] == ["UNLISTED", "DRAINING", "SAFE", "DRAINING"]
+    watch.forced, watch._leaving = True, IDLE_P
+    for _ in range(2):
+        watch._tell(judged(IDLE_P))
+    assert [line.split()[1] for line in said[4:]] == ["FORCED", "SAFE"]

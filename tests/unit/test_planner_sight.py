@@ -251,4 +251,7 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     facts["in_flight"], now, asked_age_s = 0, 30.0, 5.0
     assert not (await leaving._look()).safe
     now, asked_age_s = 40.0, 5.0
-    assert (await leaving._look()).safe
+    assert (await leaving._look()).safe and not leaving.forced
+    facts["cut_off"] = 2
+    await leaving._look()
+    assert leaving.forced
