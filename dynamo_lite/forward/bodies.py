@@ -38,7 +38,7 @@ _NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",), "parameters": (
 #: The name of such an object among the fields of a form, and spellings of it that are not plain:
 #: vLLM reads forms, whose values are not looked into here.
 _FORM_FIELD = re.compile(
-    rb'^content-disposition:[^\r\n]*;\s*name\s*(\*|=\s*"?[^";\r\n]*(\\|vllm_xargs))',
+    rb'^content-disposition:[^\r\n]*;\s*+name\s*+(\*|=\s*+"?[^";\r\n]*(\\|vllm_xargs))',
     re.IGNORECASE | re.MULTILINE,
 )
 

@@ -125,6 +125,11 @@ class ForwardServer(WebServer):
             # An encoded body cannot be read, so forbidden fields could not be removed from it.
             text = f"content-encoding {encoding!r} is not accepted: send the body as it is"
             raise Final(error(415, "UnsupportedMediaType", text))
+        if request.content_type == "multipart/form-data" and (charset := request.charset):
+            if charset.lower() not in ("utf-8", "us-ascii"):
+                # The names of a form's fields could be written otherwise.
+                text = f"a form in the charset {charset!r} is not accepted: use UTF-8"
+                raise Final(error(415, "UnsupportedMediaType", text))
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise Final(self._too_large())
         await _continue(request)

@@ -46,7 +46,8 @@ def parse_host_port(text: str) -> tuple[str, int]:
     host, port = parts.hostname, parts.port
     known = parts.scheme in ("", "http", "https")
     extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
-    if not known or not host or not port or extra or not host.isascii():
+    # An address with a scope is a different one for every list.
+    if not known or not host or not port or extra or not host.isascii() or "%" in host:
         raise ValueError("expected HOST:PORT")
     return host, port
 
@@ -82,9 +83,9 @@ class AllowedHosts:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """An IPv4 address inside an IPv6 address counts as the IPv4 address; a scope does not count."""
+    """An IPv4 address inside an IPv6 address counts as the IPv4 address."""
     try:
-        address = ip_address(host.partition("%")[0])
+        address = ip_address(host)
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address

@@ -150,7 +150,16 @@ async def test_only_listed_hosts_are_accepted():
 
 async def test_malformed_names_and_too_many_are_refused():
     async with beside() as b:
-        for value in ("x", "127.0.0.1", ":80", "a:b", "u@h:1", "h:1/p", "h:99999"):
+        for value in (
+            "x",
+            "127.0.0.1",
+            ":80",
+            "a:b",
+            "u@h:1",
+            "h:1/p",
+            "h:99999",
+            "[fd00:ec2::254%1]:80",
+        ):
             status, answer = await b.ask(headers={HEADER: value})
             assert status == 400 and "expected HOST:PORT" in answer["error"]["message"]
         value = ",".join(f"127.0.0.1:{port}" for port in range(1000, 1100))

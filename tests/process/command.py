@@ -34,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and what these tests start would inherit it:
     # an ignored Ctrl-C is none.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # As under nohup. A child ignores what its parent ignores, but not what its parent handles.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def run(

@@ -81,6 +81,13 @@ def test_any_other_form_is_passed_on():
     assert bodies.read("", data).data is data
 
 
+@pytest.mark.parametrize("filler", [b" ", b";", b"; name=", b'"', b"\r\n"])
+def test_no_form_takes_long(filler: bytes):
+    """Quadratic time would be hours."""
+    data = b"content-disposition:;name=" + filler * (1 << 20)
+    assert bodies.read("", data).data is data
+
+
 @pytest.mark.parametrize(
     ("route", "data", "left"),
     [

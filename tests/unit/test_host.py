@@ -15,7 +15,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
-from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.store import Lease, LeaseLoss
 from tests.builders import eventually
 from tests.twins.servers import MemoryStore
 from tests.unit.process_run import RefusingStore, Run, get
@@ -50,6 +50,35 @@ async def test_sigterm_drains(run: Run) -> None:
     assert await exit_code == 0
     assert run.worker.calls == ["start", "drain 30", "close"]
     assert keys_at_drain == [{}]
+
+
+class _SilentStore(MemoryStore):
+    """While it is silent, puts are carried out without an answer."""
+
+    silent = False
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        await super().put(key, value, lease=lease)
+        if self.silent:
+            await asyncio.Event().wait()
+
+
+async def test_an_endpoint_whose_registration_was_cut_off_is_deregistered() -> None:
+    run = Run(store := _SilentStore())
+    exit_code = run.start()
+    await run.until("ready")
+    host = run.worker.host
+    assert host is not None
+    store.silent = True
+    registering = asyncio.create_task(host.register("second"))
+    while len(await store.get_prefix(components_prefix("n"))) < 2:
+        await asyncio.sleep(0)
+    registering.cancel()
+    await asyncio.wait([registering])
+    await host.deregister()
+    assert await store.get_prefix(components_prefix("n")) == {}
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await exit_code == 0
 
 
 @pytest.mark.parametrize("ignored", [True, False])

@@ -43,7 +43,7 @@ class RolePlan:
     state: PlanState
     #: Workers that serve or will serve.
     count: int
-    #: Within minimum and maximum; None: not known.
+    #: Within minimum and maximum, but for an operator's number that is reached; None: not known.
     wanted: int | None
     #: Why that many are wanted, and why nothing is done if nothing is.
     reason: str

@@ -50,15 +50,13 @@ class Adapters:
         Raises Refused if the engine cannot load it, if its files have changed since it was loaded,
         or if they differ from the given digest.
         """
-        key = adapter.key
-        if key not in self._loads:
+        task = self._loads.get(adapter.key)
+        if task is None or (task.done() and isinstance(task.result(), Refused)):
             name = f"load the LoRA adapter {adapter.name}"
-            self._loads[key] = self._tasks.start(self._try(adapter), name=name)
-        task = self._loads[key]
+            task = self._tasks.start(self._try(adapter), name=name)
+            self._loads[adapter.key] = task
         loaded = await asyncio.shield(task)
         if isinstance(loaded, Refused):
-            if self._loads.get(key) is task:
-                del self._loads[key]
             raise loaded
         # vLLM loads an adapter again that it has put aside, in a step.
         try:

@@ -155,9 +155,11 @@ class _ArrivalMixin(Scheduler):
         are blocks; and it would reserve blocks for one that is asked for again, which would need
         twice as many as it has tokens for.
         """
-        if not (lost := self.failed_recving_kv_req_ids):
+        if not (lost := self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids):
             return
-        for request in [each for each in self.kv_holding_waiting if each.request_id in lost]:
+        # One that has kept a part of its KV holds blocks.
+        holding = [each for each in self.kv_holding_waiting if not each.num_computed_tokens]
+        for request in reversed([each for each in holding if each.request_id in lost]):
             self.kv_holding_waiting.remove_request(request)
             self._handle_blocked_waiting_request(request)
             self._inflight_prefills.discard(request)

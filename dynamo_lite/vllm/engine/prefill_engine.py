@@ -71,7 +71,7 @@ class VllmPrefillEngine(VllmEngine):
         load = asyncio.ensure_future(self._loaded(job.adapter))
         try:
             await first_of(asyncio.wait([load]), given_up.wait())
-            if not load.done():
+            if given_up.is_set():
                 raise Refused("it was given up while its adapter was loaded", elsewhere=True)
             loaded = await load
             return None if loaded is None else loaded[1]

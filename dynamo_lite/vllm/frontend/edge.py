@@ -36,8 +36,6 @@ SESSION_HEADER = "x-session-id"
 
 #: A retry may succeed after these.
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-#: Errors that become the status of a stream without output.
-_EARLY = frozenset({*_RETRYABLE, HTTPStatus.GATEWAY_TIMEOUT})
 #: Events that come before any output.
 _NO_OUTPUT = (b"event: response.created\n", b"event: response.in_progress\n")
 _MESSAGES = "/v1/messages"
@@ -162,7 +160,7 @@ class _Answer:
     """Sends the app's answer. messages: whether it is one of Anthropic's API.
 
     The head of an event stream waits for the first event with output. If the request fails before
-    it with an error of `_EARLY`, the answer becomes this error with its status.
+    it, the answer becomes the error with its status.
     """
 
     def __init__(self, send: Send, context: RequestContext, *, messages: bool):
@@ -185,9 +183,11 @@ class _Answer:
         error, body = self._context.error, message.get("body", b"")
         if self._held:
             more = message.get("more_body", False)
-            if error is not None and _info(error).code in _EARLY:
+            if error is not None:
                 return await self._refuse(error)
-            if error is None and more and (not body or body.startswith(_NO_OUTPUT)):
+            # A client asks for a background response by the id in its first event.
+            silent = body.startswith(_NO_OUTPUT) and b'"background":true' not in body
+            if more and (silent or not body):
                 return self._held.append(message)
             await self._release()
         # vLLM does not know our errors as events of this API.

@@ -140,16 +140,17 @@ def test_followers_cost_a_step_nothing_until_their_leaders_kv_is_here(
     assert engine.get_request_counts() == (4, 0) and looked_up["b"] == 1
 
 
-def losing(steps: Steps, name: str, workers: int) -> Any:
-    """The prompt `name` has been sent to one of these workers, which has died. The decode half."""
+def losing(steps: Steps, workers: int, **blocks: int) -> Any:
+    """Prompts of so many blocks have been sent to the first of these workers. The decode half."""
     steps.cache([1] * BLOCK)
     decode: Any = steps.engine.connector._decode  # type: ignore[union-attr]
     responsive = tuple(SimpleNamespace(lease_id=number + 1) for number in range(workers))
     decode._net.workers._health = SimpleNamespace(responsive=responsive)
-    steps.add(name, [2] * 60 * BLOCK)
-    steps.add("ready", [4] * 20 * BLOCK)
+    for token, (name, count) in enumerate(blocks.items(), 10):
+        steps.add(name, [token] * count * BLOCK)
     steps.step()
-    decode.prefills.by_request[name].writer = 1
+    for name in blocks:
+        decode.prefills.by_request[name].writer = 1
     return decode
 
 
@@ -158,7 +159,7 @@ def test_a_lost_prompt_that_is_asked_for_again_needs_its_blocks_once(
 ):
     monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
     steps = Steps(model, tmp_path, 130)
-    decode = losing(steps, "long", workers=2)
+    decode = losing(steps, workers=2, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
     decode._inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
@@ -175,10 +176,25 @@ def test_prompts_whose_kv_is_here_do_not_wait_for_the_blocks_of_a_lost_one(
     """Whose blocks are not free while its writer may still write."""
     monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
     steps = Steps(model, tmp_path, 110)
-    decode = losing(steps, "long", workers=1)
+    decode = losing(steps, workers=1, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
     decode._inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
     steps.step()
     steps.step(lost=["long"], received=["ready"])
     assert steps.step() == ["ready"]
     assert steps.engine.requests["long"].status is RequestStatus.WAITING
+
+
+def test_prompts_that_are_lost_together_keep_their_order(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
+    steps, names = Steps(model, tmp_path, 200), ["a", "b", "c"]
+    decode = losing(steps, workers=1, a=20, b=20, c=20)
+    decode._net.workers._health = SimpleNamespace(responsive=())
+    for name in names:
+        attempt = decode.prefills.by_request[name].attempt
+        decode._inbox += [Ended(name, attempt, Outcome.WRITER_FAILED), Release(attempt)]
+    steps.step()
+    steps.step(lost=names)
+    assert steps.step() == names

@@ -206,11 +206,10 @@ async def test_a_stream_that_is_not_done_in_time(front: Front, path: str, body: 
     await front.idle()
 
 
-async def test_a_stream_of_responses_that_no_worker_can_take_is_refused(front: Front):
-    """Its first events come before the workers are asked."""
+@pytest.mark.parametrize(("path", "body"), ASKED.items())
+async def test_a_stream_that_no_worker_can_take_is_refused(front: Front, path: str, body: dict):
     front.workers.refusals = dict.fromkeys((1, 2), Refused("no", elsewhere=False))
-    body = ASKED["/v1/responses"] | {"stream": True}
-    answer = await front.post("/v1/responses", body)
+    answer = await front.post(path, body | {"stream": True})
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "no"
     await front.idle()
 
