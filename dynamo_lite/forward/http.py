@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ _LINGER_S = 2.0
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: How long a client's connection stays open without a request.
 _KEEP_ALIVE_S = 75.0
+#: Of a form's content type.
+_PLAIN_CHARSET = re.compile(r';\s*charset="?(?:utf-8|us-ascii)"?(?=\s*(?:;|$))')
 #: How long a request's body may take to arrive.
 BODY_S = 60.0
 _CLOSE = {"connection": "close"}
@@ -120,16 +123,17 @@ class ForwardServer(WebServer):
         """Raises Final, ClientGone."""
         if not request.can_read_body:
             return b""
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
+        # Of several headers the engine may take another one.
+        encoding = ",".join(request.headers.getall("content-encoding", ()))
+        if encoding.lower() not in ("", "identity"):
             # An encoded body cannot be read, so forbidden fields could not be removed from it.
             text = f"content-encoding {encoding!r} is not accepted: send the body as it is"
             raise Final(error(415, "UnsupportedMediaType", text))
-        if request.content_type == "multipart/form-data" and (charset := request.charset):
-            if charset.lower() not in ("utf-8", "us-ascii"):
-                # The names of a form's fields could be written otherwise.
-                text = f"a form in the charset {charset!r} is not accepted: use UTF-8"
-                raise Final(error(415, "UnsupportedMediaType", text))
+        kind = ",".join(request.headers.getall("content-type", ())).lower()
+        if "multipart" in kind and kind.count("charset") != len(_PLAIN_CHARSET.findall(kind)):
+            # The names of a form's fields could be written otherwise.
+            text = f"a form in another charset than UTF-8 is not accepted: {kind!r}"
+            raise Final(error(415, "UnsupportedMediaType", text))
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise Final(self._too_large())
         await _continue(request)

@@ -20,7 +20,7 @@ from dynamo_lite.runtime.tls import TlsFiles
 _CREDENTIALS = re.compile(r"([a-z+]+://)?(?:(?!,[a-z+]+://)\S)*@")
 _QUERY = re.compile(r"(?<=\S)\?\S+")
 #: Characters of one subject token, with dots between several.
-_INBOX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
+_INBOX = re.compile(r"_INBOX[A-Za-z0-9_-]{0,58}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _TLS_FILES = ("ca", "cert", "key")
 
 
@@ -178,7 +178,7 @@ def _query(query: str, kind: _Kind) -> dict[str, str]:
             raise ValueError(f"{problem}; {unquote(name) or 'an empty one'} does not fit")
         given[name] = unquote(value)
     if "inbox" in given and not _INBOX.fullmatch(given["inbox"]):
-        raise ValueError("inbox is a subject: letters, digits, _ and -, with single dots")
+        raise ValueError("inbox is a subject: _INBOX, letters, digits, _ and -, with single dots")
     return given
 
 

@@ -39,7 +39,7 @@ _LOOPBACK_DEFAULTS = {"UCX_NET_DEVICES": "lo"}
 #: it sends the data of a dead process for more than a minute. A decode engine releases the blocks
 #: of a lost writer one time-to-live after the end of the writer's claim, at the earliest
 #: (`disagg/attempts/ledger.py`). Until then its KV must have come, or never come.
-_UNDELIVERED = 0.75
+_UNDELIVERED = 0.4
 
 
 def child_environment(

@@ -13,8 +13,9 @@ from typing import Any
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 
-#: vLLM's defaults.
-_HEAD_BYTES = 4 << 20
+#: vLLM's default, and ours: a stranger's head is kept, and copied with each piece that arrives.
+_VLLMS_HEAD_BYTES, _HEAD_BYTES = 4 << 20, 64 << 10
+#: vLLM's default.
 _HEADERS = 256
 
 TLS_KEYS = (
@@ -92,12 +93,13 @@ class HttpOptions:
 def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
     """args: parsed arguments of `vllm serve`. Raises ConfigError."""
     quiet = (args.disable_access_log_for_endpoints or "").split(",")
+    head_bytes = args.h11_max_incomplete_event_size
     return HttpOptions(
         access_log=not args.disable_uvicorn_access_log,
         quiet_paths=frozenset(path.strip() for path in quiet if path.strip()),
         keep_alive_s=keep_alive_s,
         log_level=args.uvicorn_log_level,
-        max_head_bytes=args.h11_max_incomplete_event_size,
+        max_head_bytes=_HEAD_BYTES if head_bytes == _VLLMS_HEAD_BYTES else head_bytes,
         max_headers=args.h11_max_header_count,
         tls=tls_options({key: getattr(args, key.replace("-", "_")) for key in TLS_KEYS}),
     )

@@ -267,6 +267,17 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
     assert told.empty()
 
 
+async def test_a_reply_goes_to_an_inbox_only(nats_server: PrivateServer) -> None:
+    """A user may not send with our rights what it may not send itself."""
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+        client = messaging.client
+        told, inbox = [await client.subscribe(to) for to in ("jobs", "_INBOX_mine.1")]
+        for subscription in (told, inbox):
+            await client.publish("s", b"hi", reply=subscription.subject)
+        assert (await inbox.next_msg(timeout=5)).data == b"echo hi"
+        assert told.pending_msgs == 0
+
+
 async def test_the_way_back_is_quick_after_any_outage(nats_server: PrivateServer) -> None:
     """And subscriptions come along, those of others too."""
     async with NatsMessaging(nats_server.url) as client, NatsMessaging(nats_server.url) as server:

@@ -143,6 +143,7 @@ def test_credentials_may_be_in_files(tmp_path: Path) -> None:
         ("login=FILES/lines&nkey=FILES/lines", "several credentials (login, nkey); keep one"),
         ("inbox=a..b", "inbox is a subject"),
         ("inbox=%3E", "inbox is a subject"),
+        ("inbox=mine", "inbox is a subject"),
     ],
 )
 def test_bad_files_of_credentials_are_refused(tmp_path: Path, query: str, complaint: str) -> None:

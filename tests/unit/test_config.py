@@ -417,7 +417,7 @@ def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: s
         ("UCX_NET_DEVICES", "lo", {"bind_host": "127.0.0.1"}),
         ("UCX_NET_DEVICES", None, {"bind_host": "0.0.0.0"}),
         # Undelivered KV is dropped before its blocks are released.
-        *(("UCX_TCP_USER_TIMEOUT", f"{s * 750}ms", {"lease_ttl_s": s}) for s in (2, 10, 30)),
+        *(("UCX_TCP_USER_TIMEOUT", f"{s * 400}ms", {"lease_ttl_s": s}) for s in (2, 10, 30)),
         ("UCX_TCP_USER_TIMEOUT", None, {}),
     ],
 )

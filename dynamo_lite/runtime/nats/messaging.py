@@ -127,7 +127,9 @@ class NatsMessaging:
         dispatcher = Dispatcher(subject, handler)
 
         async def deliver(message: Msg) -> None:
-            reply = self._reply_to(message.reply) if message.reply else None
+            # By a reply to any other subject a user could send there with our rights.
+            inbox = message.reply.startswith(DEFAULT_INBOX_PREFIX.decode())
+            reply = self._reply_to(message.reply) if inbox else None
             await dispatcher.submit(message.data, reply)
 
         subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))

@@ -129,7 +129,8 @@ class EngineProbe:
             async with asyncio.timeout(_ANSWER_S):
                 status = await self._engine.describe()
         except (DynamoLiteError, TimeoutError) as exc:
-            if not self.closing:
+            # An outage of NATS has a line of its own.
+            if not self.closing and self._messaging.connected:
                 logger.warning("no status from the engine: %s", exc or "no answer")
             return False
         self._unanswered_since, self.asked_at = None, asked

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 #: For how long after the end of its claim a write in flight is polled, as a part of the lease's
 #: time-to-live. What it has given to the kernel by then takes up to `UCX_TCP_USER_TIMEOUT`
 #: (`serve/child_environment.py`); together less than one time-to-live, after which the decode
-#: engine releases the blocks.
-_MOVE = 0.2
+#: engine releases the blocks. Longer than that timeout: so the write to a host that is lost fails
+#: before this engine has to end.
+_MOVE = 0.5
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class SimCore:
 
 
 #: As in `vllm/engine/opened_rank.py`.
-_MOVE = 0.2
+_MOVE = 0.5
 #: An incarnation's memory begins at most this many blocks after this address.
 _BASE, _SHIFTS = 1 << 20, 4
 
