@@ -19,6 +19,8 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 _CHILD_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # A body of some kilobytes may hold a picture of vLLM's 179 megapixels: gigabytes here.
+    "VLLM_MAX_IMAGE_PIXELS": "33554432",
     # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
     # UCX receives a TCP write straight into its place. If it replaces the connection's endpoint in

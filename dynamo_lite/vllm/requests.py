@@ -84,9 +84,10 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
         raise VLLMValidationError("Only text generation is served here")
     if request.resumable:
         raise VLLMValidationError("Streamed prompts are not served here")
-    if len(request.request_id) > MAX_REQUEST_ID:
+    # Logs and terminals show it as it is.
+    if len(request.request_id) > MAX_REQUEST_ID or not request.request_id.isprintable():
         raise VLLMValidationError(
-            f"The request id may have at most {MAX_REQUEST_ID} characters",
+            f"The request id may have at most {MAX_REQUEST_ID} characters, all of them printable",
             parameter="request_id",
         )
     # -1 means the whole vocabulary; only the worker knows its size, see `generation`.

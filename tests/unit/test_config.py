@@ -409,6 +409,7 @@ def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: s
     [
         ("OMP_NUM_THREADS", None, {}),
         ("VLLM_NO_USAGE_STATS", "1", {}),
+        ("VLLM_MAX_IMAGE_PIXELS", "33554432", {}),
         ("UCX_RCACHE_MAX_UNRELEASED", "1024", {}),
         ("UCX_TCP_PUT_ENABLE", "n", {}),
         ("UCX_TCP_TX_SEG_SIZE", "64k", {}),

@@ -112,6 +112,7 @@ def test_a_request_arrives_as_it_was():
         {"mm_features": [object()]},
         {"resumable": True},
         {"request_id": "x" * 250},
+        {"request_id": "a\nb"},
     ],
     ids=lambda changes: next(iter(changes)),
 )
