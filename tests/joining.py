@@ -10,9 +10,10 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.forwarder import Forwarder
-from dynamo_lite.forward.join import COMPONENTS, JoinedEngine, JoinOptions
+from dynamo_lite.forward.join import JoinedEngine, JoinOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.forwarding import JOINED_AS
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, ProcessSpec
@@ -97,7 +98,7 @@ class Cluster:
         given = {"url": engine.url, "role": engine.role, "protocol": "nixl"} | options
         joining = JoinOptions(**given, health_interval_s=0.05)
         spec = self._spec(
-            COMPONENTS[joining.role],
+            JOINED_AS[joining.role],
             nats_url="",
             etcd_url=etcd_url or self.etcd_url,
             grace_s=grace_s,

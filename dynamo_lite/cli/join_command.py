@@ -14,7 +14,7 @@ from dynamo_lite.cli.arguments import (
     Verbose,
 )
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.protocol.forwarding import ProtocolName
+from dynamo_lite.protocol.forwarding import JOINED_AS, ProtocolName
 from dynamo_lite.protocol.records import LAST_PORT
 
 JoinRole = Literal["prefill", "decode", "prefill-decode", "both"]
@@ -101,7 +101,7 @@ def join(
       --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
     from dynamo_lite.cli.listing import OnGraph
-    from dynamo_lite.forward.join import COMPONENTS, JoinOptions, run
+    from dynamo_lite.forward.join import JoinOptions, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
     from dynamo_lite.serve.startup_checks import check_certificates, check_urls
@@ -124,7 +124,7 @@ def join(
         )
     except ValueError as exc:
         raise ConfigError([f"join: {exc}"]) from exc
-    component = COMPONENTS[options.role]
+    component = JOINED_AS[options.role]
     graph = OnGraph(
         state_dir=state_dir, etcd_url=etcd_url, namespace=namespace, certificates=certificates
     )

@@ -42,6 +42,9 @@ _FORM_FIELD = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
+#: Of a body that only Python's parser may read.
+_MAX_ODD_BYTES = 1 << 20
+
 #: The field with the prompt of each route.
 _PROMPT_FIELDS = {
     CHAT: ("tools", "messages"),
@@ -131,7 +134,8 @@ def _parse(data: bytes) -> Body | None:
     """None: it is no object.
 
     Engines use Python's parser, which accepts more than the standard (NaN, UTF-16, halves of
-    surrogate pairs), so a body that only our parser refuses must be cleaned as well.
+    surrogate pairs), so a body that only our parser refuses must be cleaned as well. Python's takes
+    seconds for a large one, so that is refused. Raises Final.
     """
     try:
         data.decode()  # raw values are not checked for it
@@ -140,6 +144,10 @@ def _parse(data: bytes) -> Body | None:
         return None
     except ValueError:
         pass
+    looks_so = data.lstrip()[:1] == b"{" or json.detect_encoding(data) != "utf-8"
+    if looks_so and len(data) > _MAX_ODD_BYTES:
+        text = f"a body of more than {_MAX_ODD_BYTES} bytes must be strict JSON in UTF-8"
+        raise Final(error(400, "BadRequestError", text))
     try:
         value = json.loads(data)
     except ValueError:

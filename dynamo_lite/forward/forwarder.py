@@ -15,6 +15,7 @@ from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.forwarding import JOINED_AS
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from dynamo_lite.runtime.address import advertised_address, host_port, local_url
 from dynamo_lite.runtime.drops import counted
@@ -47,7 +48,7 @@ def sort_out(
             unused[engine.url, lease] = Unused(engine.role, "protocol", trouble)
             continue
         try:
-            options = _options(engine, config)
+            options = _options(record.component, engine, config)
         except ValueError as exc:
             unused[engine.url, lease] = Unused(engine.role, "options", str(exc))
             continue
@@ -61,8 +62,10 @@ def sort_out(
     return usable, unused
 
 
-def _options(engine: StockEngine, config: ForwarderConfig) -> EngineOptions:
+def _options(component: str, engine: StockEngine, config: ForwarderConfig) -> EngineOptions:
     """Raises ValueError."""
+    if component != JOINED_AS.get(engine.role, component):
+        raise ValueError(f"a {component} may not register it: it would get prompts")
     ca_file = config.joined_ca_file if engine.url.startswith("https://") else None
     given = {**msgspec.structs.asdict(engine), "ca_file": ca_file}
     options = msgspec.convert(given, EngineOptions)

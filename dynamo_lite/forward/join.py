@@ -7,7 +7,7 @@ supervisor.
 import asyncio
 import logging
 import logging.config
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
+from dynamo_lite.protocol.forwarding import ProtocolName
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
@@ -39,13 +39,6 @@ from dynamo_lite.runtime.store import LeaseLoss
 from dynamo_lite.runtime.tasks import first_of
 
 logger = logging.getLogger(__name__)
-
-#: Component of the record, by role.
-COMPONENTS: Mapping[EngineRole, str] = {
-    "prefill": "PrefillEngine",
-    "decode": "DecodeEngine",
-    "prefill-decode": "Engine",
-}
 
 #: How long an engine must stay idle during a drain. A Forwarder may have sent a leg just before it
 #: saw that the record is gone. The other engine may still read the KV of a prefill leg that has

@@ -5,6 +5,7 @@ Times are durations, since the clocks of two hosts differ. What a request may st
 frozen.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,12 @@ from dynamo_lite.protocol.decisions import Word
 from dynamo_lite.protocol.records import LeaseId, Natural, Text
 
 EngineRole = Literal["prefill", "decode", "prefill-decode"]
+#: The component that registers engines of a role.
+JOINED_AS: Mapping[str, str] = {
+    "prefill": "PrefillEngine",
+    "decode": "DecodeEngine",
+    "prefill-decode": "Engine",
+}
 #: The keys of `forward/protocols/registry.py`.
 ProtocolName = Literal[
     "nixl",

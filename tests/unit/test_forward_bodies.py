@@ -153,6 +153,14 @@ def test_what_is_too_deep_is_not_taken_for_malformed(first: bytes):
             bodies.read(route, data)
 
 
+@pytest.mark.parametrize("large", [b'{"a": NaN%b}', b"\xff\xfe{\0%b"])
+def test_a_large_body_that_only_pythons_parser_reads_is_refused(large: bytes):
+    with pytest.raises(Final):
+        bodies.read("", large % (b" " * (1 << 20)))
+    form = b"--x" + large % (b" " * (1 << 20))
+    assert bodies.read("", form).data is form
+
+
 def test_a_list_of_prompts_with_nan_is_left_to_a_decode_engine():
     assert bodies.read(COMPLETIONS, b'{"prompt": ["a", NaN]}').batch == "prompts"
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers, health
@@ -373,6 +374,7 @@ def test_joined_engines_are_sorted_out():
         record(5, protocol="sglang"),
         record(6, role="encode"),
         record(7, url="http://[::1"),
+        structs.replace(record(8), component="Frontend"),
     ]
     usable, unused = sort_out(records, ["10.0.0.9:80"], ForwarderConfig())
     options = EngineOptions(url="http://10.0.0.3:80", role="decode")
@@ -384,6 +386,7 @@ def test_joined_engines_are_sorted_out():
         ("http://10.0.0.5:80", "5"): "protocol",
         ("http://10.0.0.6:80", "6"): "options",
         ("http://[::1", "7"): "options",
+        ("http://10.0.0.8:80", "8"): "options",
     }
     for url, said in (
         ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
