@@ -8,6 +8,7 @@ of the service itself overrides a common one.
 """
 
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,13 @@ _MUST_FIT = (
     *("dtype", "kv-cache-dtype", "max-model-len", "revision", "hf-overrides"),
     "override-generation-config",
 )
+#: vLLM's arguments whose product is the number of an engine's devices, unless one of `_SPREAD` is
+#: given: then other devices of the engine are another host's.
+_RANKS = (
+    *("tensor-parallel-size", "pipeline-parallel-size"),
+    *("prefill-context-parallel-size", "data-parallel-size"),
+)
+_SPREAD = frozenset({"nnodes", "data-parallel-size-local", "data-parallel-rank"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,11 @@ class GraphOptions:
         """Links are not resolved: Kubernetes replaces a mounted Secret by changing their target."""
         given = self.certificates
         return None if given is None else Path(given).expanduser().absolute()
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        given = self.devices
+        return tuple(map(str, range(given) if isinstance(given, int) else given))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +120,7 @@ class GraphConfig:
         """Of this host, in the order in which its processes get them. A service that starts alone
         begins behind the shares of those before it: they may start on this host, too, and know
         nothing of each other."""
-        given = self.shared.devices
-        names = tuple(map(str, range(given) if isinstance(given, int) else given))
+        names = self.shared.device_names
         if self.only is None:
             return names
         before = itertools.takewhile(lambda c: c.service.name != self.only, self.services)
@@ -268,21 +280,34 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
 
 
 def _check_devices(document: Document, config: GraphConfig) -> None:
-    devices, services = config.shared.devices, config.here
-    names = () if isinstance(devices, int) else tuple(map(str, devices))
-    have = devices if isinstance(devices, int) else len(names)
+    names, services = config.shared.device_names, config.here
     if len(set(names)) < len(names):
         document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
     for c in services:
-        if names and c.devices and DEVICES in c.env:
+        where = (c.service.name, "ServiceArgs", "devices")
+        if c.devices and DEVICES in c.env:
             message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-            document.complain((c.service.name, "ServiceArgs", "devices"), message)
+            document.complain(where, message)
+        if c.devices and c.service.flags == "engine" and not _SPREAD & c.flags.keys():
+            _check_ranks(document, where, c)
     need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
-    if sum(need.values()) > have:
+    if sum(need.values()) > len(names):
         each = ", ".join(f"{name} {count}" for name, count in need.items())
         document.complain(
-            ("Graph", "devices"), f"{have} devices, but the services need more: {each}"
+            ("Graph", "devices"), f"{len(names)} devices, but the services need more: {each}"
         )
+
+
+def _check_ranks(document: Document, where: KeyPath, c: ServiceConfig) -> None:
+    """An engine with fewer devices than ranks fails after its imports; one with more leaves some
+    idle."""
+    ranks = {key: c.flags.get(key, 1) for key in _RANKS}
+    # vLLM's parser complains about what is no number.
+    sizes = [size for size in ranks.values() if isinstance(size, int)]
+    if len(sizes) == len(ranks) and math.prod(sizes) != c.devices:
+        given = {key: size for key, size in ranks.items() if key in c.flags} or {_RANKS[0]: 1}
+        product = " * ".join(f"{key} {size}" for key, size in given.items())
+        document.complain(where, f"{c.devices}, but an engine uses {math.prod(sizes)}: {product}")
 
 
 def _check_agreement(

@@ -70,8 +70,7 @@ def prepare(
     for folder in (plans, logs):
         folder.mkdir(parents=True, exist_ok=True)
     own = dict(service.env)
-    # A number of devices is only counted.
-    if devices and not isinstance(shared.devices, int):
+    if devices:
         own[DEVICES] = ",".join(devices)
     environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
     log_settings = logging_config(

@@ -142,6 +142,7 @@ def test_each_gets_devices_of_its_own(tmp_path: Path):
 def test_a_run_json_that_cannot_be_written_costs_no_graph(tmp_path: Path):
     with serving(tmp_path, "--Graph.devices=2", "--Back.ServiceArgs.devices=1") as graph:
         graph.wait_line("ready http")
+        assert variable(graph.processes()["Back-0"]["pid"], "CUDA_VISIBLE_DEVICES") == "0"
         # The temporary file of run.json.
         blocked = tmp_path / f".run.json.{graph.process.pid}"
         blocked.mkdir()

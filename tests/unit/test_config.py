@@ -32,6 +32,11 @@ GOOD: dict[str, Any] = {
 }
 _ALIKE = {"dtype": "float", "max-model-len": 100, "kv-cache-dtype": "bfloat16", "hf-overrides": {}}
 FITTING = {**GOOD, **{name: GOOD[name] | _ALIKE for name in ("VllmWorker", "PrefillWorker")}}
+#: Two devices for a decode worker, one for a prefill worker.
+EACH = (
+    *("--VllmWorker.ServiceArgs.devices=2", "--VllmWorker.tensor-parallel-size=2"),
+    "--PrefillWorker.ServiceArgs.devices=1",
+)
 
 
 class Loader:
@@ -115,17 +120,37 @@ def test_a_key_of_the_service_wins_over_the_common_one(load: Loader):
 
 
 def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
-    each = ("--VllmWorker.ServiceArgs.devices=2", "--PrefillWorker.ServiceArgs.devices=1")
-    assert load(GOOD, *each, "--Graph.devices=[0, 1, GPU-c]").shared.devices == (0, 1, "GPU-c")
-    assert load(GOOD, *each, "--Graph.devices=3").shared.devices == 3
-    found = load.mistakes(GOOD, *each, "--Graph.devices=2")
+    assert load(GOOD, *EACH, "--Graph.devices=[0, 1, GPU-c]").shared.devices == (0, 1, "GPU-c")
+    assert load(GOOD, *EACH, "--Graph.devices=3").shared.devices == 3
+    found = load.mistakes(GOOD, *EACH, "--Graph.devices=2")
     assert found == [
         "--Graph.devices: 2 devices, but the services need more: VllmWorker 2, PrefillWorker 1"
     ]
-    load(GOOD, *each, "--Graph.devices=1", only="PrefillWorker")
+    load(GOOD, *EACH, "--Graph.devices=1", only="PrefillWorker")
     own = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0"
-    [found] = load.mistakes(GOOD, *each, "--Graph.devices=[0,1,2]", own)
-    assert "Graph.devices sets CUDA_VISIBLE_DEVICES" in found
+    for three in ("[0,1,2]", "3"):
+        [found] = load.mistakes(GOOD, *EACH, f"--Graph.devices={three}", own)
+        assert "Graph.devices sets CUDA_VISIBLE_DEVICES" in found
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags", "mistake"),
+    [
+        (0, {"tensor-parallel-size": 4}, ""),
+        (4, {"tensor-parallel-size": 2, "data-parallel-size": 2}, ""),
+        (1, {"tensor-parallel-size": 4}, "1, but an engine uses 4: tensor-parallel-size 4"),
+        (4, {}, "4, but an engine uses 1: tensor-parallel-size 1"),
+        (2, {"tensor-parallel-size": 4, "nnodes": 2}, ""),
+    ],
+)
+def test_an_engine_has_a_device_for_each_rank(
+    load: Loader, devices: int, flags: dict[str, int], mistake: str
+):
+    where = "--VllmWorker.ServiceArgs.devices"
+    overrides = [f"--VllmWorker.{key}={value}" for key, value in flags.items()]
+    overrides += [f"{where}={devices}", "--Graph.devices=8"]
+    found = load.mistakes(GOOD, *overrides) if mistake else load(GOOD, *overrides) and []
+    assert found == [f"{where}: {mistake}"] * bool(mistake)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +166,7 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
 def test_services_that_start_alone_on_one_host_get_different_devices(
     load: Loader, only: str | None, devices: str, order: tuple[str, ...]
 ):
-    each = ("--VllmWorker.ServiceArgs.devices=2", "--PrefillWorker.ServiceArgs.devices=1")
-    assert load(GOOD, *each, f"--Graph.devices={devices}", only=only).devices == order
+    assert load(GOOD, *EACH, f"--Graph.devices={devices}", only=only).devices == order
 
 
 def test_every_mistake_at_once_with_line_path_and_accepted_keys(load: Loader):

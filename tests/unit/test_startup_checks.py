@@ -22,7 +22,8 @@ from tests.ports import reserved_port
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
-TWO_EACH = [f"--{name}.ServiceArgs.devices=2" for name in ("VllmWorker", "PrefillWorker")]
+TWO = ("ServiceArgs.devices=2", "tensor-parallel-size=2")
+TWO_EACH = [f"--{name}.{option}" for name in ("VllmWorker", "PrefillWorker") for option in TWO]
 MANY = "--PrefillWorker.ServiceArgs.workers=4"
 
 
@@ -97,7 +98,7 @@ def over_budget(*overrides: str, only: str | None = None) -> list[str]:
 
 
 def test_a_budget_below_the_workers_that_start_or_the_minima_is_refused():
-    assert over_budget(MANY, "--VllmWorker.ServiceArgs.devices=2") == [
+    assert over_budget(MANY, *TWO_EACH[:2]) == [
         f"{FILE}:{LINE}: Planner.budget-devices: 4, but the workers that the graph starts need 6"
         " devices: PrefillWorker 4 * 1, VllmWorker 1 * 2 (a worker without a device counts as"
         " one); raise the budget, or start fewer workers (ServiceArgs.workers)"
