@@ -10,7 +10,7 @@ of the service itself overrides a common one.
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,14 +118,22 @@ class GraphConfig:
     @property
     def devices(self) -> tuple[str, ...]:
         """Of this host, in the order in which its processes get them. A service that starts alone
-        begins behind the shares of those before it: they may start on this host, too, and know
-        nothing of each other."""
+        has its own share and what lies behind all shares: the others may start on this host, too,
+        and know nothing of each other. A list too short for the whole graph is for it alone; it
+        begins behind the shares of those before it."""
         names = self.shared.device_names
         if self.only is None:
             return names
         before = itertools.takewhile(lambda c: c.service.name != self.only, self.services)
-        taken = sum(c.workers * c.devices for c in before)
-        return names[taken:] + names[:taken]
+        first, every = _occupied(before), _occupied(self.services)
+        if every > len(names):
+            return names[first:] + names[:first]
+        return names[first : first + _occupied(self.here)] + names[every:]
+
+
+def _occupied(services: Iterable[ServiceConfig]) -> int:
+    """The devices of all their processes."""
+    return sum(c.workers * c.devices for c in services)
 
 
 def resolve(

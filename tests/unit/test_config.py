@@ -157,9 +157,11 @@ def test_an_engine_has_a_device_for_each_rank(
     ("only", "devices", "order"),
     [
         (None, "[4, 5, GPU-c]", ("4", "5", "GPU-c")),
-        ("VllmWorker", "[4, 5, GPU-c]", ("4", "5", "GPU-c")),
-        ("PrefillWorker", "[4, 5, GPU-c]", ("GPU-c", "4", "5")),
-        ("PrefillWorker", "3", ("2", "0", "1")),
+        ("VllmWorker", "[4, 5, GPU-c]", ("4", "5")),
+        ("PrefillWorker", "[4, 5, GPU-c]", ("GPU-c",)),
+        ("VllmWorker", "5", ("0", "1", "3", "4")),
+        ("PrefillWorker", "4", ("2", "3")),
+        ("PrefillWorker", "2", ("0", "1")),
         ("PrefillWorker", "[4]", ("4",)),
     ],
 )
