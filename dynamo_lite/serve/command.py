@@ -147,12 +147,14 @@ async def _connect(
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
     namespace, here = request.config.shared.namespace, request.config.here
-    own = next((one for one in here if one.workers), here[0]).service.name
+    started = tuple(one.service.name for one in here if one.workers)
+    own = started[0] if started else here[0].service.name
     await startup_checks.check_servers(
         ServersToCheck(
             nats=None if nats_url is None else with_files(nats_url, folder, own),
             etcd=None if etcd_url is None else with_files(etcd_url, folder, own),
             namespace=namespace,
+            components=started,
             queue=startup_checks.queue_options(here),
         )
     )

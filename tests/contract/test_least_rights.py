@@ -16,6 +16,7 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Put, Snapshot
 from dynamo_lite.runtime.tasks import running
+from dynamo_lite.serve.access import ServersToCheck, problems
 from tests.builders import eventually
 from tests.foreign import Heard, Try, subjects, tries
 from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
@@ -49,6 +50,25 @@ async def test_what_a_component_does_not_need_is_refused(
     await eventually(
         lambda: any(f'"{subject}"' in line and f"n-1-{who}" in line for line in rights.violations())
     )
+
+
+@pytest.mark.parametrize("own", ["Frontend", "VllmWorker", "PrefillWorker"])
+async def test_another_component_s_users_are_found_before_the_start(rights: LeastRights, own: str):
+    async def found(who: str, nats: str = "", etcd: str = "") -> list[str]:
+        """nats, etcd: in place of the URLs of `who`."""
+        nats, etcd = nats or rights.nats_url(who), etcd or rights.etcd_url(who)
+        return await problems(
+            ServersToCheck(nats=nats, etcd=etcd, namespace=NAMESPACE, components=(own,))
+        )
+
+    assert await found(own) == []
+    login = f"give the login of {own}: ?login=FILE"
+    of_nats, of_etcd = await found("Engine")
+    assert "permissions violation" in of_nats and login in of_nats
+    assert "permission denied" in of_etcd and login in of_etcd
+    without, _, _ = rights.nats_url(own).partition("&inbox")
+    [said] = await found(own, nats=without)
+    assert said.endswith(f"{login}&inbox=_INBOX_n-1-{own}") and PASSWORD not in said
 
 
 @pytest.mark.parametrize("who", ["Frontend", "Engine", "PrefillWorker"])

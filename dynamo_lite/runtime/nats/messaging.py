@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -109,6 +109,16 @@ class NatsMessaging:
         client, self._client = self._client, None
         if client is not None:
             await _close(client)
+
+    async def refusal(self, subjects: Iterable[str]) -> str:
+        """The server's reason if this user may not receive on its own inbox, or on one of these
+        subjects; "" if it may. Raises BrokerUnavailable, DeadlineExceeded."""
+        with self._errors("the subscriptions", _CLOSE_TIMEOUT_S):
+            for subject in (self.client.new_inbox(), *subjects):
+                await self.client.subscribe(subject)
+            await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+        error = self.client.last_error
+        return redact(str(error)) if error is not None and is_forbidden(error) else ""
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         with self._errors(subject, timeout_s):
