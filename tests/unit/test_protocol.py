@@ -2,6 +2,7 @@
 
 `golden.txt` has the bytes of each message and record, in their order here. One that changes breaks
 running peers: add a defaulted field and extend the value, or raise WIRE_VERSION.
+`python -m tests.unit.test_protocol` writes it.
 """
 
 import ast
@@ -359,9 +360,15 @@ RECORDS_SENT = [
     ),
 ]
 
-_SAID = [
-    line.split(" ", 1) for line in Path(__file__).with_name("golden.txt").read_text().splitlines()
-]
+_GOLDEN = Path(__file__).with_name("golden.txt")
+# Before it is read: it may be of other messages.
+if __name__ == "__main__":
+    bytes_of = [(message, encode(message)) for message, _ in MESSAGES]
+    bytes_of += [(record, encode_json(record)) for record in RECORDS_SENT]
+    _GOLDEN.write_text("".join(f"{type(one).__name__} {data!r}\n" for one, data in bytes_of))
+    raise SystemExit
+
+_SAID = [line.split(" ", 1) for line in _GOLDEN.read_text().splitlines()]
 _BYTES = [ast.literal_eval(said) for _, said in _SAID]
 GOLDEN = [
     (message, decode, golden)

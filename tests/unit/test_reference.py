@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.protocol.options import KvRoutingOptions
@@ -68,6 +69,13 @@ def test_the_table_has_every_option_with_its_default(heading: str):
             assert rows[key] == "required"
         elif not nested and field.default is not None:
             assert rows[key].startswith(said(field.default)), (key, rows[key])
+
+
+def test_the_table_of_decisions_has_every_reason():
+    page = Path("docs/disaggregation.md").read_text()
+    _, section = page.split("## The decision\n")
+    rows = re.findall(r"\| (?:local|remote) \| `(\w+)` \|", section)
+    assert sorted(rows) == sorted(reason.value for reason in DecisionReason)
 
 
 def test_there_are_at_most_110_options():
