@@ -73,7 +73,7 @@ def prepare(
     # A number of devices is only counted.
     if devices and not isinstance(shared.devices, int):
         own[DEVICES] = ",".join(devices)
-    environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
+    environment = child_environment(own, shared.bind_host, shared.lease_ttl_s, service.flags)
     log_settings = logging_config(
         request.log_format,
         service.service.name,
