@@ -44,6 +44,7 @@ class Router:
 
     def leave(self, worker: DecodeWorkerModel) -> None:
         del self._workers[worker.lease_id]
+        self._picker.left(worker.lease_id)
         self._members = tuple(one for one in self._members if one.lease_id != worker.lease_id)
 
     def pick(self, number: int, request: Request, tried: Set[int]) -> DecodeWorkerModel | None:
@@ -65,7 +66,7 @@ class Router:
     def _report(self, worker: DecodeWorkerModel) -> None:
         if worker.lease_id in self._workers:
             worker.make_report()
-            self._picker.reported(worker.lease_id)
+            self._picker.reported(worker.lease_id, self._events.now)
             self._events.at(self._events.now + _REPORT_S, self._report, worker)
 
 

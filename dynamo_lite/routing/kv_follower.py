@@ -78,7 +78,7 @@ class KvFollower:
         self._workers: dict[int, _WorkerView] = {}
         #: By model and block size.
         self._indexes: dict[tuple[str, int], KvIndex] = {}
-        self._on_load: Callable[[int], None] = lambda lease_id: None
+        self._on_load: Callable[[int, float], None] = lambda lease_id, now: None
         self._stack = contextlib.AsyncExitStack()
         self._notices = _metrics(registry, self)
 
@@ -89,8 +89,9 @@ class KvFollower:
     def indexes(self) -> Sequence[KvIndex]:
         return list(self._indexes.values())
 
-    def on_load(self, callback: Callable[[int], None]) -> None:
-        """Sets the callback that takes the lease id of each worker that has reported its load."""
+    def on_load(self, callback: Callable[[int, float], None]) -> None:
+        """Sets the callback that takes the lease id of each worker that has reported its load, and
+        when it was received."""
         self._on_load = callback
 
     def load(self, lease_id: int) -> Load | None:
@@ -147,7 +148,7 @@ class KvFollower:
             for change in notice.changes:
                 _apply(change, worker.lease_id, worker.index)
         worker.load, worker.heard_at = notice.load, _now()
-        self._on_load(worker.lease_id)
+        self._on_load(worker.lease_id, worker.heard_at)
         return missed
 
     def _assign(self, worker: _WorkerView, block_size: int) -> None:

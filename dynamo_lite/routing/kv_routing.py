@@ -4,7 +4,7 @@ The best score wins.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 
 from dynamo_lite.protocol.errors import NoWorkers
@@ -115,7 +115,6 @@ class KvPicker(Picker):
         members = [member for member in members if member.lease_id not in without]
         if not members:
             raise NoWorkers("no live worker")
-        self._loads.forget_others(members)
         by_size: dict[int, Sequence[ChainHash]] = {}
         matched = self._match(members, hashes, by_size)
         home = self._sessions.get(session) if session else None
@@ -138,9 +137,18 @@ class KvPicker(Picker):
         )
         return WorkerChoice(chosen, reason, len(candidates))
 
-    def reported(self, lease_id: int) -> None:
+    @property
+    def requests(self) -> Collection[str]:
+        """Ids of the placed requests that have not ended."""
+        return self._loads.requests
+
+    def reported(self, lease_id: int, now: float) -> None:
         """The worker has reported a new load."""
-        self._loads.reported(lease_id)
+        self._loads.reported(lease_id, now)
+
+    def left(self, lease_id: int) -> None:
+        """The worker is no member any more."""
+        self._loads.left(lease_id)
 
     def answered(self, request_id: str) -> None:
         self._loads.answered(request_id)

@@ -5,12 +5,12 @@ of it: requests with the same prefix should follow it, and others should see tha
 busier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.routing.kv_chain import ChainHash
 from dynamo_lite.routing.kv_index import KvIndex
 
@@ -18,6 +18,9 @@ from dynamo_lite.routing.kv_index import KvIndex
 REQUEST_LOAD_TOKENS = 32
 #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
 MAX_KV_USAGE = 0.95
+#: Requests that no report has shown for this time have ended: the message that said so was lost.
+#: Longer than a worker stands still before it gets no requests (`serve/services/engine_probe.py`).
+LOST_S = 40.0
 
 
 class KvView(Protocol):
@@ -71,6 +74,13 @@ class WorkerLoads:
         self._turn = 0
         #: Requests and tokens of other routers, by their workers' last reports.
         self._others: dict[int, tuple[int, int]] = {}
+        #: Workers that report fewer requests than ours: since when, and how many fewer at least.
+        self._missing: dict[int, tuple[float, int]] = {}
+
+    @property
+    def requests(self) -> Collection[str]:
+        """Ids of those that have not ended."""
+        return self._requests.keys()
 
     def own(self, lease_id: int) -> OwnLoad:
         """Read-only."""
@@ -134,18 +144,40 @@ class WorkerLoads:
         request.prompt_tokens = request.prefill_tokens = 0
         request.hashes = ()
 
-    def reported(self, lease_id: int) -> None:
+    def reported(self, lease_id: int, now: float) -> None:
         """The worker has reported a new load."""
         if (report := self._view.load(lease_id)) is not None:
+            requests = report.running + report.waiting
+            self._release_lost(lease_id, self.own(lease_id).requests - requests, now)
             ours = self.own(lease_id)
             self._others[lease_id] = (
-                max(0, report.running + report.waiting - ours.requests),
+                max(0, requests - ours.requests),
                 max(0, report.prefill_tokens - ours.prompt_tokens),
             )
 
-    def forget_others(self, members: Sequence[EndpointRecord]) -> None:
-        """Removes entries of workers that have left, once there are many."""
-        if len(self._turns) + len(self._others) > 4 * len(members) + 16:
-            live = {member.lease_id for member in members}
-            self._turns = {k: v for k, v in self._turns.items() if k in live}
-            self._others = {k: v for k, v in self._others.items() if k in live}
+    def left(self, lease_id: int) -> None:
+        """The worker is no member any more."""
+        self._release_oldest(lease_id, self.own(lease_id).requests)
+        for known in (self._turns, self._others, self._missing):
+            known.pop(lease_id, None)
+
+    def _release_lost(self, lease_id: int, missing: int, now: float) -> None:
+        """missing: how many more requests are ours than the worker reports.
+
+        Some are on their way to it. What is missing all the time has ended. If others than these
+        are the oldest, the next report shows them as requests of others.
+        """
+        since, least = self._missing.get(lease_id, (now, missing))
+        least = min(least, missing)
+        if least > 0 and now - since >= LOST_S:
+            self._release_oldest(lease_id, least)
+            since, least = now, missing - least
+        if least > 0:
+            self._missing[lease_id] = since, least
+        else:
+            self._missing.pop(lease_id, None)
+
+    def _release_oldest(self, lease_id: int, count: int) -> None:
+        ours = (name for name, request in self._requests.items() if request.worker == lease_id)
+        for request_id in list(islice(ours, count)):
+            self.released(request_id)

@@ -49,7 +49,11 @@ def main(path: str, descriptor: int) -> int:
     # Imported late: the supervisor imports this module for ChildPlan and must not load gRPC.
     from dynamo_lite.runtime.process.host import run_process
 
-    return uvloop.run(run_process(plan.spec, component, report))
+    async def run() -> NoReturn:
+        # Within it: the end of `uvloop.run` waits for threads, and one may hang on a file.
+        leave(await run_process(plan.spec, component, report))
+
+    return uvloop.run(run())
 
 
 def _reporter(descriptor: int) -> Report:

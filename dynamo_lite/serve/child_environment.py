@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from dynamo_lite.runtime.address import is_loopback
 
@@ -45,10 +47,14 @@ _UNDELIVERED = 0.4
 
 
 def child_environment(
-    own: Mapping[str, str], bind_host: str = "", lease_ttl_s: float | None = None
+    own: Mapping[str, str],
+    bind_host: str = "",
+    lease_ttl_s: float | None = None,
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, str]:
     """The environment of a child process: ours, our defaults, then the service's own. bind_host:
-    where it listens, if it may open ports for KV. lease_ttl_s: of its lease, if it has one.
+    where it listens, if it may open ports for KV. lease_ttl_s: of its lease, if it has one. flags:
+    vLLM's arguments in kebab-case.
 
     Without the servers' URLs: engines need not have their passwords.
     """
@@ -57,4 +63,7 @@ def child_environment(
     defaults = _CHILD_DEFAULTS | (_LOOPBACK_DEFAULTS if is_loopback(bind_host) else {})
     if lease_ttl_s is not None:
         defaults |= {"UCX_TCP_USER_TIMEOUT": f"{round(1000 * _UNDELIVERED * lease_ttl_s)}ms"}
+    if flags.get("allowed-media-domains"):
+        # vLLM checks the host that the client names, not those that this one redirects to.
+        defaults |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     return {**defaults, **inherited, **own}

@@ -72,7 +72,7 @@ def prepare(
     own = dict(service.env)
     if devices:
         own[DEVICES] = ",".join(devices)
-    environment = child_environment(own, shared.bind_host, shared.lease_ttl_s)
+    environment = child_environment(own, shared.bind_host, shared.lease_ttl_s, service.flags)
     log_settings = logging_config(
         request.log_format,
         service.service.name,

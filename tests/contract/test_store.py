@@ -2,6 +2,8 @@
 
 import asyncio
 import ctypes
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -237,6 +239,20 @@ async def test_a_hung_event_loop_does_not_keep_its_lease(
             return await other.get("n/own") is None
 
         await eventually(gone, 5)
+
+
+def test_a_process_that_hangs_for_ever_is_ended(etcd_server) -> None:
+    program = f"""
+import asyncio, time
+from dynamo_lite.runtime.etcd import lease
+from dynamo_lite.runtime.etcd.store import EtcdStore
+lease.HUNG_S, lease.END_S = 0.5, 0.5
+async def main():
+    async with EtcdStore({etcd_server.url!r}) as store, store.lease(2):
+        time.sleep(60)  # the hang
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 75
 
 
 async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:

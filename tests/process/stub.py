@@ -19,7 +19,7 @@ class StubConfig:
     fail_if: a file; while it exists, starts are refused.
     grandchild: also run a process in the same group that ignores SIGTERM.
     ready, release, closed: files for which the start, the drain and the end wait.
-    linger: leave a thread that never ends.
+    linger: leave a call of `asyncio.to_thread` that never ends.
     """
 
     fail: str = ""
@@ -49,7 +49,7 @@ class StubComponent:
         if self._config["grandchild"]:
             self._child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"])
         if self._config["linger"]:
-            threading.Thread(target=threading.Event().wait).start()
+            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
         host.progress("stubbing")
         await _file(self._config["ready"])
         await host.register("generate")

@@ -446,6 +446,12 @@ def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: s
         # Undelivered KV is dropped before its blocks are released.
         *(("UCX_TCP_USER_TIMEOUT", f"{s * 400}ms", {"lease_ttl_s": s}) for s in (2, 10, 30)),
         ("UCX_TCP_USER_TIMEOUT", None, {}),
+        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", None, {}),
+        (
+            "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
+            "0",
+            {"flags": {"allowed-media-domains": ["a.example"]}},
+        ),
     ],
 )
 def test_the_service_s_environment_goes_before_ours_and_ours_before_a_default(

@@ -13,7 +13,7 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.routing.kv_chain import chain_hashes
 from dynamo_lite.routing.kv_index import KvIndex
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker, KvRoutingOptions
-from dynamo_lite.routing.worker_loads import OwnRequest, WorkerLoads
+from dynamo_lite.routing.worker_loads import LOST_S, OwnRequest, WorkerLoads
 from tests.builders import endpoint_record
 
 BLOCK = 4
@@ -46,9 +46,16 @@ class Router:
     def hold(self, lease_id: int, prompt: list[int], **keys: str) -> None:
         self.index.stored(lease_id, chain_hashes(prompt, BLOCK, **keys))
 
-    def load(self, lease_id: int, requests: int = 0, tokens: int = 0, usage: float = 0.0) -> None:
+    def load(
+        self,
+        lease_id: int,
+        requests: int = 0,
+        tokens: int = 0,
+        usage: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
         self.view.loads[lease_id] = Load(requests, 0, usage, tokens)
-        self.picker.reported(lease_id)
+        self.picker.reported(lease_id, now)
 
     def pick(self, prompt: list[int] = PROMPT, **fields: Any) -> int:
         """The lease id of the worker that is given a new request; `last` is its id."""
@@ -211,6 +218,24 @@ def test_others_requests_count_once_and_ours_are_not_counted_twice():
     router.load(2, requests=9, tokens=60)  # another router's
     assert router.pick([2] * 9) == 1
     assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
+
+
+def test_requests_whose_end_was_lost_are_forgotten():
+    router = Router(workers=1)
+    for n in range(5):
+        router.pick([n] * 50)
+    router.load(1, requests=2, tokens=100, now=0.0)  # three have ended
+    router.pick([5] * 50)  # on its way when the next report comes
+    router.load(1, requests=2, tokens=100, now=LOST_S / 2)
+    assert len(router.picker.requests) == 6
+    router.load(1, requests=3, tokens=150, now=LOST_S)
+    assert [*router.picker.requests] == ["r3", "r4", "r5"]
+    router.load(1, requests=2, tokens=100, now=2 * LOST_S)
+    router.load(1, requests=3, tokens=150, now=2.5 * LOST_S)
+    router.load(1, requests=2, tokens=100, now=3 * LOST_S)
+    assert len(router.picker.requests) == 3, "not the same one was missing all the time"
+    router.picker.left(1)
+    assert not router.picker.requests
 
 
 def test_blocks_stay_known_once_they_are_computed():

@@ -3,7 +3,8 @@
 The event loop of a process may stall for longer than the lease's time-to-live: in an import, a
 large request body, a garbage collection. The thread has its own event loop and connection, so
 such a stall does not lose the lease. A process whose event loop hangs forever must not stay a
-member: the thread gives the lease up when a callback there has not run for `HUNG_S`.
+member: the thread gives the lease up when a callback there has not run for `HUNG_S`. Unless it runs
+within `END_S` then, the process is ended, so that its supervisor starts another one.
 
 etcd reports a lost lease by a time-to-live of 0, not by an error. Besides, a lease that could
 not be refreshed for its whole time-to-live by this host's CLOCK_BOOTTIME counts as lost,
@@ -20,6 +21,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +40,8 @@ from dynamo_lite.runtime.tasks import all_of
 logger = logging.getLogger(__name__)
 
 HUNG_S = 120.0
+#: A process that was stopped (SIGSTOP) and goes on has this time to run again.
+END_S = 60.0
 #: Refreshes are so frequent that an outage of nearly the whole time-to-live does not lose the
 #: lease.
 _REFRESHES_PER_TTL = 10
@@ -157,8 +162,13 @@ class EtcdLease:
         while thread.time() - answered_at < hung_s:
             self._owner.call_soon_threadsafe(thread.call_soon_threadsafe, answered)
             await asyncio.sleep(self.ttl_s / 10)
-        logger.error("the event loop has not run for %g s: lease %x is given up", hung_s, self.id)
+        end = threading.Timer(END_S, os._exit, (os.EX_TEMPFAIL,))
+        end.daemon = True
+        end.start()
+        self._owner.call_soon_threadsafe(end.cancel)
         self._give_up(LeaseLoss.EXPIRED)
+        # Last: it may be the log that hangs.
+        logger.error("the event loop has not run for %g s: lease %x is given up", hung_s, self.id)
 
     async def _keep_alive(self) -> None:
         pause_s = self.ttl_s / _REFRESHES_PER_TTL

@@ -53,6 +53,12 @@ async def open_kv_picker(
     )
     picker = KvPicker(follower, options)
     follower.on_load(picker.reported)
+
+    def on_workers(joined: frozenset[int], left: frozenset[int]) -> None:
+        for lease_id in left:
+            picker.left(lease_id)
+
+    stack.enter_context(workers.on_change(on_workers))
     host.registry.register(RouterMetrics(picker))
     return picker
 
@@ -65,7 +71,6 @@ class Router:
         self._workers: Roster | None = None
         self._picker: KvPicker | None = None
         self._options: LiveOptions | None = None
-        self._placed: dict[int, set[str]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -105,7 +110,7 @@ class Router:
             "ok": self._picker is not None,
             "checks": {"index": "" if self._picker else "not open yet: wait"},
             "workers": len(self._workers.members) if self._workers is not None else 0,
-            "requests": sum(len(placed) for placed in self._placed.values()),
+            "requests": len(self._picker.requests) if self._picker is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
 
@@ -130,25 +135,19 @@ class Router:
         if request.request_id in self._early:
             del self._early[request.request_id]
             self._picker.released(request.request_id)
-        else:
-            self._placed.setdefault(asked.client, set()).add(request.request_id)
         return encode(Chosen(lease_id=picked.member.lease_id, reason=picked.reason))
 
     async def _on_fates(self, payload: bytes) -> None:
         fates = decode_fates(payload)
         assert self._picker is not None
-        placed = self._placed.get(fates.client, set())
         for request_id in fates.answered:
             self._picker.answered(_own_id(fates.client, request_id))
         for request_id in fates.released:
             own = _own_id(fates.client, request_id)
-            if own in placed:
-                placed.remove(own)
+            if own in self._picker.requests:
                 self._picker.released(own)
             else:
                 self._release_early(own)
-        if not placed:
-            self._placed.pop(fates.client, None)
 
     def _release_early(self, own_id: str) -> None:
         """The request's own `PickRequest` may still be in flight. Its client is gone by then."""
@@ -159,9 +158,9 @@ class Router:
     def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
         """A Frontend that is gone reports no outcomes any more."""
         assert self._picker is not None
-        for client in left:
-            for request_id in self._placed.pop(client, ()):
-                self._picker.released(request_id)
+        clients = tuple(_own_id(client, "") for client in left)
+        for request_id in [name for name in self._picker.requests if name.startswith(clients)]:
+            self._picker.released(request_id)
 
 
 def _own_id(client: int, request_id: str) -> str:
