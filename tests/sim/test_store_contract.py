@@ -25,6 +25,7 @@ _REAL_TIME = (
     "test_a_stalled_event_loop_costs_no_lease",
     "test_a_stall_that_holds_the_interpreter_lock_costs_the_lease",
     "test_a_hung_event_loop_does_not_keep_its_lease",
+    "test_a_process_that_hangs_for_ever_is_ended",
     "test_a_suspended_host_has_lost_its_lease",
 )
 
