@@ -23,7 +23,13 @@ from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
-from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
+from dynamo_lite.serve.services.services import (
+    PREFILL_WORKER,
+    ROUTER,
+    VLLM_WORKER,
+    Graph,
+    Service,
+)
 
 #: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")
@@ -174,6 +180,7 @@ def resolve(
         pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
         if all(c.options.get("remote_prefill", True) for c in pair):
             _check_agreement(document, pair, _MUST_FIT)
+        _check_router(document, config)
     _check_devices(document, config)
     return config
 
@@ -285,6 +292,14 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
     else:
         document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
+
+
+def _check_router(document: Document, config: GraphConfig) -> None:
+    """Without its Router a Frontend takes the workers in turn."""
+    for c in config.services:
+        if c.options.get("router") == "component" and config.get(ROUTER.name) is None:
+            why = "this graph has no Router: choose kv, or a graph with one (graphs.disagg_router)"
+            document.complain((c.service.name, "router"), why)
 
 
 def _check_devices(document: Document, config: GraphConfig) -> None:
