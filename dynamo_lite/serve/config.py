@@ -11,9 +11,9 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -24,6 +24,7 @@ from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
+    EVERY_SERVICE,
     PREFILL_WORKER,
     ROUTER,
     VLLM_WORKER,
@@ -157,6 +158,13 @@ def resolve(
     for section in map(str, document.tree):
         if section not in accepted:
             message = unknown_key(section, accepted).replace("key", "section", 1)
+            if section in [service.name for service in EVERY_SERVICE]:
+                message = (
+                    f"this graph has no {section}: choose another graph, or remove the section"
+                )
+            # An override of one of its keys may have made it.
+            written = next(where for path, where in document.origins.items() if path[0] == section)
+            document.origins.setdefault((section,), written)
             document.complain((section,), message)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
@@ -205,6 +213,16 @@ def describe(config: GraphConfig) -> dict[str, Any]:
 def accepted_keys(service: Service) -> list[str]:
     """The keys of a service's section, without vLLM's arguments."""
     return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
+
+
+def section_of(key: str, service: Service) -> str:
+    """The section that has this key, which the service's own section has not; "" if none has."""
+    parts = get_type_hints(service.config)
+    sections = {f"{service.name}.{kebab(name)}": kind for name, kind in parts.items()}
+    sections |= {f"{service.name}.ServiceArgs": ServiceArgs, "Graph": GraphOptions}
+    sections |= {other.name: other.config for other in EVERY_SERVICE}
+    found = (name for name, kind in sections.items() if is_dataclass(kind))
+    return next((name for name in found if key in field_keys(sections[name])), "")
 
 
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:

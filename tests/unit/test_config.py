@@ -255,6 +255,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
         ("--VllmWorker.hf-overrides=&a [*a]", "not valid YAML: Circular reference detected"),
+        ("--Planner.tick-s=1", "--Planner.tick-s: Planner: this graph has no Planner"),
         ("--Frontend=3", "unknown option"),
         ("--Frontend.router=component", "--Frontend.router: this graph has no Router: choose kv"),
         ("--Frontend.common-configs=model", "expected a list"),
