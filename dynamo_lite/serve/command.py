@@ -50,7 +50,10 @@ async def serve(request: ServeRequest) -> int:
     progress = Progress()
     here = request.config.here
     if any(service.service.flags != "none" for service in here):
-        progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
+        version = vllm_version()
+        progress.line("serve", f"{version}; tried are {tested_range()}")
+        if line := startup_checks.shared_gpu(request.config, version):
+            progress.line("serve", line)
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, again=force.set))
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]

@@ -154,23 +154,14 @@ def resolve(
         namespace: overrides the document's.
         only: the service to start alone; it must have a process of its own.
     """
-    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
-    for section in map(str, document.tree):
-        if section not in accepted:
-            message = unknown_key(section, accepted).replace("key", "section", 1)
-            if section in [service.name for service in EVERY_SERVICE]:
-                message = (
-                    f"this graph has no {section}: choose another graph, or remove the section"
-                )
-            # An override of one of its keys may have made it.
-            written = next(where for path, where in document.origins.items() if path[0] == section)
-            document.origins.setdefault((section,), written)
-            document.complain((section,), message)
+    _check_sections(document, graph)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
+    before = len(document.mistakes)
     shared = _shared_options(document, namespace)
+    shared_fits = len(document.mistakes) == before
     common, used = document.section("Common"), set[str]()
     services: list[ServiceConfig] = []
     for service in graph.services:
@@ -189,7 +180,8 @@ def resolve(
         if all(c.options.get("remote_prefill", True) for c in pair):
             _check_agreement(document, pair, _MUST_FIT)
         _check_router(document, config)
-    _check_devices(document, config)
+    if shared_fits:  # otherwise it has no devices
+        _check_devices(document, config)
     return config
 
 
@@ -310,6 +302,21 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
     else:
         document.complain((*path, "model"), "expected the path or the name of a model")
     return flags
+
+
+def _check_sections(document: Document, graph: Graph) -> None:
+    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
+    for section in map(str, document.tree):
+        if section not in accepted:
+            message = unknown_key(section, accepted).replace("key", "section", 1)
+            if section in [service.name for service in EVERY_SERVICE]:
+                message = (
+                    f"this graph has no {section}: choose another graph, or remove the section"
+                )
+            # An override of one of its keys may have made it.
+            written = next(where for path, where in document.origins.items() if path[0] == section)
+            document.origins.setdefault((section,), written)
+            document.complain((section,), message)
 
 
 def _check_router(document: Document, config: GraphConfig) -> None:

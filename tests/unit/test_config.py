@@ -127,6 +127,8 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
         "--Graph.devices: 2 devices, but the services need more: VllmWorker 2, PrefillWorker 1"
     ]
     load(GOOD, *EACH, "--Graph.devices=1", only="PrefillWorker")
+    [found] = load.mistakes(GOOD, *EACH, "--Graph.devices=3", "--Graph.device=3")
+    assert found.startswith("--Graph.device: unknown key; did you mean devices?")
     own = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0"
     for three in ("[0,1,2]", "3"):
         [found] = load.mistakes(GOOD, *EACH, f"--Graph.devices={three}", own)
