@@ -29,6 +29,7 @@ from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunState,
     lock,
+    lone_folder,
     read_run,
     run_file,
     running_certificates,
@@ -117,7 +118,7 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
         _lock_for_graph(request.state_dir, stack)
         return request.state_dir
     for number in range(_MAX_LONE_SERVICES):
-        directory = request.state_dir / "lone" / f"{only}-{number}"
+        directory = lone_folder(request.state_dir, only, number)
         if stack.enter_context(lock(directory)):
             return directory
     where = f"{request.state_dir}; use another --state-dir"
