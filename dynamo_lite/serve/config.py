@@ -363,13 +363,22 @@ def _check_agreement(
 ) -> None:
     for key in keys:
         values = {
-            c.service.name: c.flags.get(key, c.options.get(key))
+            c.service.name: c.flags.get(key, _kebab_keys(c.options.get(key)))
             for c in services
             if key in c.flags or key in c.options
         }
         if len({repr(value) for value in values.values()}) > 1:
-            found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
+            found = "; ".join(f"{name} has {value!r}" for name, value in _differing(values).items())
             document.complain((next(iter(values)), key), f"must have the same value: {found}")
+
+
+def _differing(values: dict[str, Any]) -> dict[str, Any]:
+    """Of mappings only the keys whose values differ."""
+    if not all(isinstance(value, dict) for value in values.values()):
+        return values
+    first, *others = values.values()
+    same = {key for key in first if all(other.get(key) == first[key] for other in others)}
+    return {name: {k: v for k, v in one.items() if k not in same} for name, one in values.items()}
 
 
 def _kebab_keys(options: Any) -> Any:

@@ -243,7 +243,11 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ("--Processor.model=m", "accepted: none"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "ServiceArgs.env: expected "),
         ("--VllmWorker.remote-prefill=1", "expected `bool`, got 1"),
-        ("--VllmWorker.queue.max-jobs=8", "must have the same value"),
+        (
+            "--VllmWorker.queue={max-jobs: 8}",
+            "must have the same value: VllmWorker has {'max-jobs': 8}; PrefillWorker has"
+            " {'max-jobs': 9}",
+        ),
         (
             "--PrefillWorker.dtype=half",
             "VllmWorker.dtype: must have the same value: VllmWorker has 'float'; PrefillWorker has"
