@@ -230,7 +230,11 @@ async def make_users(
         for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
             await as_root.run(step)
     except StartupError as exc:
-        raise StartupError(f"cannot make the users of etcd at {redact(etcd_url)}: {exc}") from exc
+        # etcdctl says no more when certificates or TLS are missing.
+        silent = "deadline exceeded" in str(exc)
+        hint = "; does it run, and does it want https:// and --certificates?" if silent else ""
+        where = redact(etcd_url)
+        raise StartupError(f"cannot make the users of etcd at {where}: {exc}{hint}") from exc
 
 
 class _EtcdCtl:

@@ -74,14 +74,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
-app.add_typer(live_options.app, name="config")
-app.add_typer(access.app, name="access")
-app.command()(join_command.join)
-app.add_typer(planner.app, name="planner")
-app.command()(explain.explain)
-app.command()(sidecar_command.sidecar)
-app.command()(scale.scale)
-app.command()(drain.drain)
 
 
 def _show_version(wanted: bool) -> None:
@@ -266,6 +258,17 @@ def top(
 
     place = graph.place()
     asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
+
+
+# `--help` lists them in this order, behind those above.
+app.command()(explain.explain)
+app.command()(scale.scale)
+app.command()(drain.drain)
+app.add_typer(live_options.app, name="config")
+app.add_typer(planner.app, name="planner")
+app.add_typer(access.app, name="access")
+app.command()(join_command.join)
+app.command()(sidecar_command.sidecar)
 
 
 def _as_yaml(graph: str, config: Any) -> str:

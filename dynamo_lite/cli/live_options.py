@@ -177,7 +177,8 @@ def split_key(key: str) -> tuple[str, str]:
         from dynamo_lite.serve.document import unknown_key
 
         keys = [f"{name}.{each}" for name, options in LIVE_OPTIONS.items() for each in options]
-        raise ConfigError([f"{key}: {removed_option(component, option) or unknown_key(key, keys)}"])
+        unknown = unknown_key(key, keys).replace("unknown key", "no live option", 1)
+        raise ConfigError([f"{key}: {removed_option(component, option) or unknown}"])
     return component, option
 
 

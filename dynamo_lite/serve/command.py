@@ -29,6 +29,7 @@ from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunState,
     lock,
+    lone_folder,
     read_run,
     run_file,
     running_certificates,
@@ -50,7 +51,10 @@ async def serve(request: ServeRequest) -> int:
     progress = Progress()
     here = request.config.here
     if any(service.service.flags != "none" for service in here):
-        progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
+        version = vllm_version()
+        progress.line("serve", f"{version}; tried are {tested_range()}")
+        if line := startup_checks.shared_gpu(request.config, version):
+            progress.line("serve", line)
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, again=force.set))
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]
@@ -114,7 +118,7 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
         _lock_for_graph(request.state_dir, stack)
         return request.state_dir
     for number in range(_MAX_LONE_SERVICES):
-        directory = request.state_dir / "lone" / f"{only}-{number}"
+        directory = lone_folder(request.state_dir, only, number)
         if stack.enter_context(lock(directory)):
             return directory
     where = f"{request.state_dir}; use another --state-dir"

@@ -11,9 +11,9 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -23,7 +23,14 @@ from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
-from dynamo_lite.serve.services.services import PREFILL_WORKER, VLLM_WORKER, Graph, Service
+from dynamo_lite.serve.services.services import (
+    EVERY_SERVICE,
+    PREFILL_WORKER,
+    ROUTER,
+    VLLM_WORKER,
+    Graph,
+    Service,
+)
 
 #: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")
@@ -147,16 +154,14 @@ def resolve(
         namespace: overrides the document's.
         only: the service to start alone; it must have a process of its own.
     """
-    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
-    for section in map(str, document.tree):
-        if section not in accepted:
-            message = unknown_key(section, accepted).replace("key", "section", 1)
-            document.complain((section,), message)
+    _check_sections(document, graph)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
+    before = len(document.mistakes)
     shared = _shared_options(document, namespace)
+    shared_fits = len(document.mistakes) == before
     common, used = document.section("Common"), set[str]()
     services: list[ServiceConfig] = []
     for service in graph.services:
@@ -174,7 +179,9 @@ def resolve(
         pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
         if all(c.options.get("remote_prefill", True) for c in pair):
             _check_agreement(document, pair, _MUST_FIT)
-    _check_devices(document, config)
+        _check_router(document, config)
+    if shared_fits:  # otherwise it has no devices
+        _check_devices(document, config)
     return config
 
 
@@ -198,6 +205,16 @@ def describe(config: GraphConfig) -> dict[str, Any]:
 def accepted_keys(service: Service) -> list[str]:
     """The keys of a service's section, without vLLM's arguments."""
     return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
+
+
+def section_of(key: str, service: Service) -> str:
+    """The section that has this key, which the service's own section has not; "" if none has."""
+    parts = get_type_hints(service.config)
+    sections = {f"{service.name}.{kebab(name)}": kind for name, kind in parts.items()}
+    sections |= {f"{service.name}.ServiceArgs": ServiceArgs, "Graph": GraphOptions}
+    sections |= {other.name: other.config for other in EVERY_SERVICE}
+    found = (name for name, kind in sections.items() if is_dataclass(kind))
+    return next((name for name in found if key in field_keys(sections[name])), "")
 
 
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
@@ -287,6 +304,29 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
     return flags
 
 
+def _check_sections(document: Document, graph: Graph) -> None:
+    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
+    for section in map(str, document.tree):
+        if section not in accepted:
+            message = unknown_key(section, accepted).replace("key", "section", 1)
+            if section in [service.name for service in EVERY_SERVICE]:
+                message = (
+                    f"this graph has no {section}: choose another graph, or remove the section"
+                )
+            # An override of one of its keys may have made it.
+            written = next(where for path, where in document.origins.items() if path[0] == section)
+            document.origins.setdefault((section,), written)
+            document.complain((section,), message)
+
+
+def _check_router(document: Document, config: GraphConfig) -> None:
+    """Without its Router a Frontend takes the workers in turn."""
+    for c in config.services:
+        if c.options.get("router") == "component" and config.get(ROUTER.name) is None:
+            why = "this graph has no Router: choose kv, or a graph with one (graphs.disagg_router)"
+            document.complain((c.service.name, "router"), why)
+
+
 def _check_devices(document: Document, config: GraphConfig) -> None:
     names, services = config.shared.device_names, config.here
     if len(set(names)) < len(names):
@@ -323,13 +363,22 @@ def _check_agreement(
 ) -> None:
     for key in keys:
         values = {
-            c.service.name: c.flags.get(key, c.options.get(key))
+            c.service.name: c.flags.get(key, _kebab_keys(c.options.get(key)))
             for c in services
             if key in c.flags or key in c.options
         }
         if len({repr(value) for value in values.values()}) > 1:
-            found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
+            found = "; ".join(f"{name} has {value!r}" for name, value in _differing(values).items())
             document.complain((next(iter(values)), key), f"must have the same value: {found}")
+
+
+def _differing(values: dict[str, Any]) -> dict[str, Any]:
+    """Of mappings only the keys whose values differ."""
+    if not all(isinstance(value, dict) for value in values.values()):
+        return values
+    first, *others = values.values()
+    same = {key for key in first if all(other.get(key) == first[key] for other in others)}
+    return {name: {k: v for k, v in one.items() if k not in same} for name, one in values.items()}
 
 
 def _kebab_keys(options: Any) -> Any:

@@ -31,7 +31,7 @@ from dynamo_lite.runtime.address import (
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.child_environment import DEVICES, child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
@@ -187,6 +187,18 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
             f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
             " workers (ServiceArgs.workers)",
         )
+
+
+def shared_gpu(config: GraphConfig, version: str) -> str:
+    """A line about engines that open the same GPUs; "" if there are none. version: of vLLM."""
+    engines = [c for c in config.here if c.service.flags == "engine" and not c.devices]
+    count = sum(c.workers for c in engines if DEVICES not in c.env)
+    if count < 2 or not version.startswith("vllm "):  # the CUDA build
+        return ""
+    return (
+        f"{count} engines open the same GPUs, as they have no ServiceArgs.devices; to give each its"
+        " own, set these and Graph.devices"
+    )
 
 
 def check_stored_responses(config: GraphConfig, document: Document) -> None:

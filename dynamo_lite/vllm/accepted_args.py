@@ -88,6 +88,7 @@ _ENGINE = _table(
             " mm-processor-cache-type mm-shm-cache-max-object-size-mb"
         ),
         "set by dynamo-lite itself, see VllmWorker.kv-events; remove it": "kv-events-config",
+        "set by dynamo-lite itself: Graph.devices, and ServiceArgs.devices here": "device-ids",
     }
 )
 

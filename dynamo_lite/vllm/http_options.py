@@ -67,6 +67,8 @@ class TlsOptions:
         if missing:
             return f"there is no file {missing[0]}"
         if isinstance(exc, ssl.SSLError):
+            if self.keyfile is None and exc.reason is None:
+                return f"{self.certfile}: it has no key beside the certificate: set ssl-keyfile"
             return f"{' and '.join(self.files)}: {getattr(exc, 'reason', '') or exc}"
         return str(exc)
 

@@ -82,3 +82,11 @@ def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
             certificates=None,
         )
     assert ["Operator.pem" in url for url in urls] == [True, False]
+
+
+async def test_an_etcd_that_does_not_answer_may_want_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(access, "_ANSWER_S", 1)
+    with pytest.raises(StartupError, match=r"does it want https:// and --certificates\?$"):
+        await make_users("http://127.0.0.1:1", "n", ROUTER, logins(tmp_path / "logins"))

@@ -58,8 +58,8 @@ def test_options_are_set_shown_and_unset(place: tuple[str, ...]):
     ("arguments", "message"),
     [
         (["set", f"{SIZE}=3", f"{LENGTH}=x"], "got 'x'"),
-        (["unset", "VllmWorker.nothing"], "unknown key"),
-        (["get", "nothing"], "unknown key"),
+        (["unset", "VllmWorker.nothing"], "no live option"),
+        (["get", "nothing"], "no live option"),
         (["set"], "Missing argument"),
     ],
 )

@@ -127,6 +127,8 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
         "--Graph.devices: 2 devices, but the services need more: VllmWorker 2, PrefillWorker 1"
     ]
     load(GOOD, *EACH, "--Graph.devices=1", only="PrefillWorker")
+    [found] = load.mistakes(GOOD, *EACH, "--Graph.devices=3", "--Graph.device=3")
+    assert found.startswith("--Graph.device: unknown key; did you mean devices?")
     own = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0"
     for three in ("[0,1,2]", "3"):
         [found] = load.mistakes(GOOD, *EACH, f"--Graph.devices={three}", own)
@@ -241,7 +243,11 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ("--Processor.model=m", "accepted: none"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "ServiceArgs.env: expected "),
         ("--VllmWorker.remote-prefill=1", "expected `bool`, got 1"),
-        ("--VllmWorker.queue.max-jobs=8", "must have the same value"),
+        (
+            "--VllmWorker.queue={max-jobs: 8}",
+            "must have the same value: VllmWorker has {'max-jobs': 8}; PrefillWorker has"
+            " {'max-jobs': 9}",
+        ),
         (
             "--PrefillWorker.dtype=half",
             "VllmWorker.dtype: must have the same value: VllmWorker has 'float'; PrefillWorker has"
@@ -255,7 +261,9 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
         ),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
         ("--VllmWorker.hf-overrides=&a [*a]", "not valid YAML: Circular reference detected"),
+        ("--Planner.tick-s=1", "--Planner.tick-s: Planner: this graph has no Planner"),
         ("--Frontend=3", "unknown option"),
+        ("--Frontend.router=component", "--Frontend.router: this graph has no Router: choose kv"),
         ("--Frontend.common-configs=model", "expected a list"),
         ("--Graph.devices=-1", "expected `int` >= 0, got -1"),
         ("--Graph.devices=all", "expected `int | array`"),

@@ -153,12 +153,16 @@ async def test_a_certificate_that_is_replaced_is_served_without_a_restart(
         assert await certificate_of(url) == Path(later.certfile).read_bytes()
 
 
-@pytest.mark.parametrize("what", ["missing", "other key", "password", "ciphers", "authority"])
+@pytest.mark.parametrize(
+    "what", ["missing", "no key", "other key", "password", "ciphers", "authority"]
+)
 async def test_tls_that_is_not_set_up_right(issued: Issued, tmp_path: Path, what: str):
     tls, says = issued.server, ""
     match what:
         case "missing":
             tls, says = replace(tls, certfile=str(tmp_path / "none.pem")), "there is no file"
+        case "no key":
+            tls, says = replace(tls, keyfile=None), "it has no key beside .*: set ssl-keyfile"
         case "other key":
             tls, says = replace(tls, keyfile=issued.write("other").keyfile), "KEY_VALUES_MISMATCH"
         case "password":

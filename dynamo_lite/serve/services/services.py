@@ -117,3 +117,5 @@ FORWARDER = Service(
     config=ForwarderConfig,
     component="dynamo_lite.forward.forwarder:Forwarder",
 )
+
+EVERY_SERVICE = (FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER, PREFILL_WORKER, PLANNER, FORWARDER)
