@@ -32,7 +32,7 @@ def limit_batches(state: State) -> None:
 
     vLLM renders all conversations on the event loop, then sends all of them to workers.
     """
-    serving = state.openai_serving_chat_batch
+    serving = getattr(state, "openai_serving_chat_batch", None)
     if serving is None:
         return
     render = serving.render_batch_chat_request
