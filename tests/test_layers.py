@@ -60,12 +60,12 @@ BUDGET = {
     "dynamo_lite/transfer": 1_275,
     "dynamo_lite/request_plane": 1_921,
     "dynamo_lite/disagg": 6_625,
-    "dynamo_lite/vllm": 7_144,
-    "dynamo_lite/forward": 5_080,
+    "dynamo_lite/vllm": 7_177,
+    "dynamo_lite/forward": 5_098,
     "dynamo_lite/planner": 2_095,
-    "dynamo_lite/serve": 5_939,
+    "dynamo_lite/serve": 5_938,
     "dynamo_lite/cli": 2_788,
-    "tests": 57_149,
+    "tests": 57_177,
     "tests/simulation": 8_565,
 }
 SLACK = 50

@@ -1,8 +1,9 @@
 """The Forwarder: an HTTP server in front of stock engines, which know nothing of dynamo-lite."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -136,8 +137,10 @@ class Forwarder:
         await enter(self._explaining(host, forwarding))
         await host.register("http", stream=advertised_address(config.host, port))
         own = {
-            "/health": reply_of(self.health),
-            **{path: reply_of(make) for path, make in host.probes.items()},
+            **{
+                path: reply_of(partial(_for_clients, make))
+                for path, make in {"/health": self.health, **host.probes}.items()
+            },
             "/metrics": _no_metrics,
         }
         self._server = server = ForwardServer(
@@ -186,6 +189,11 @@ class Forwarder:
             namespace = self._spec.namespace
             return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
+
+
+def _for_clients(read: Callable[[], Mapping[str, Any]]) -> dict[str, int]:
+    """Without texts, which name engines' addresses: the status server has these."""
+    return {key: value for key, value in read().items() if isinstance(value, int)}
 
 
 def _no_metrics() -> Answer:

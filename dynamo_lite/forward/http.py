@@ -36,6 +36,8 @@ _KEEP_ALIVE_S = 75.0
 _PLAIN_CHARSET = re.compile(r';\s*charset="?(?:utf-8|us-ascii)"?(?=\s*(?:;|$))')
 #: How long a request's body may take to arrive.
 BODY_S = 60.0
+#: Limit on the bytes of all bodies that are arriving, in largest bodies.
+_ARRIVING = 8
 _CLOSE = {"connection": "close"}
 #: Routes that generate, with any protocol.
 _GENERATE = VLLM_ROUTES | {SGLANG_GENERATE}
@@ -70,6 +72,8 @@ class ForwardServer(WebServer):
         on_drop: OnDrop = uncounted,
     ):
         self._forwarding, self._config, self._own = forwarding, config, own
+        #: Bytes of bodies that are arriving.
+        self._held = 0
         super().__init__(
             self._handle,
             sock,
@@ -143,14 +147,20 @@ class ForwardServer(WebServer):
             async with asyncio.timeout(BODY_S):
                 while part := await request.content.readany():
                     size += len(part)
+                    self._held += len(part)
                     if size > self._config.max_body_bytes:
                         raise Final(self._too_large())
+                    if self._held > _ARRIVING * self._config.max_body_bytes:
+                        text = "too many large requests are arriving: try again later"
+                        raise Final(error(503, "ServiceUnavailableError", text, _CLOSE))
                     parts.append(part)
         except TimeoutError as exc:
             text = f"the request's body did not arrive within {BODY_S:g} s"
             raise Final(error(408, "RequestTimeout", text, _CLOSE)) from exc
         except (web.RequestPayloadError, ConnectionError) as exc:
             raise ClientGone from exc
+        finally:
+            self._held -= size
         return b"".join(parts)
 
     def _too_large(self) -> Answer:

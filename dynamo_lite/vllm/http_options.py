@@ -17,6 +17,8 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 _VLLMS_HEAD_BYTES, _HEAD_BYTES = 4 << 20, 64 << 10
 #: vLLM's default.
 _HEADERS = 256
+#: Of a path and query, in the access log.
+_LOGGED_CHARS = 1024
 
 TLS_KEYS = (
     *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
@@ -130,7 +132,8 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
 
 
 class QuietPaths(logging.Filter):
-    """For the logger `uvicorn.access`: the third argument of its records is the path and query."""
+    """For the logger `uvicorn.access`: the third argument of its records is the path and query,
+    which is cut if it is long."""
 
     def __init__(self, paths: frozenset[str]):
         super().__init__()
@@ -138,8 +141,12 @@ class QuietPaths(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         args = record.args
-        path = args[2] if isinstance(args, tuple) and len(args) > 2 else ""
-        return str(path).partition("?")[0] not in self._paths
+        if not isinstance(args, tuple) or len(args) <= 2:
+            return True
+        path = str(args[2])
+        # A stranger's may have 64 KiB.
+        record.args = (*args[:2], path[:_LOGGED_CHARS], *args[3:])
+        return path.partition("?")[0] not in self._paths
 
 
 def _no_password() -> str:

@@ -1,6 +1,7 @@
 """The Forwarder's HTTP server: limits, headers, other routes, odd clients, HTTPS on both sides."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -73,6 +74,21 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         answer = await raw(r, post(b"{", "Content-Length: 100"))
         assert answer.startswith(b"HTTP/1.1 408")
         assert r.fleet.legs == []
+
+
+async def test_bodies_that_do_not_come_leave_memory_for_others():
+    body = post(encoded(prompt="x" * 800))
+    async with rig(max_body_bytes=1000) as r:
+
+        async def status(wanted: bytes) -> bool:
+            return (await raw(r, body)).startswith(b"HTTP/1.1 " + wanted)
+
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                part = post(b"x" * 990, "Content-Length: 1000")
+                await stack.enter_async_context(connected(r, part))
+            await eventually(lambda: status(b"503"))
+        await eventually(lambda: status(b"200"))
 
 
 async def test_a_connection_without_a_request_is_closed_after_a_while(

@@ -34,6 +34,8 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
             forwarder = Asked(**made, url=line.split()[1])
             await _until_each_uses(len(engines), forwarder, _metrics_pages(graph))
             assert '"ok":true' in await _page(forwarder, f"{forwarder.url}/ready")
+            health = await _page(forwarder, f"{forwarder.url}/health")
+            assert '"decode_engines":1' in health and "127.0.0.1" not in health
             for _ in range(8):
                 assert await forwarder.text(CLOSE) == TEXT
             listing = await asyncio.to_thread(run, "ps", "--json", "--state-dir", str(tmp_path))

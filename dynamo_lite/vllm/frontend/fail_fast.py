@@ -1,9 +1,12 @@
-"""Lets the validation of a request's body end at the first bad element of a list."""
+"""Refuses bodies early: at the first bad element of a list, and batches that are too long."""
 
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic_core import SchemaValidator
+from starlette.datastructures import State
+from vllm import envs
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 #: Schemas of pydantic-core that have the option `fail_fast`.
 _LISTS = ("list", "tuple", "set", "frozenset")
@@ -22,6 +25,28 @@ def fail_fast_routes(app: FastAPI) -> None:
             # Prebuilt validators of nested models would still collect all errors.
             changed = _changed(adapter.core_schema)
             adapter.validator = SchemaValidator(changed, _use_prebuilt=False)
+
+
+def limit_batches(state: State) -> None:
+    """Limits `/v1/chat/completions/batch` as vLLM limits lists of prompts.
+
+    vLLM renders all conversations on the event loop, then sends all of them to workers.
+    """
+    serving = getattr(state, "openai_serving_chat_batch", None)
+    if serving is None:
+        return
+    render = serving.render_batch_chat_request
+
+    async def limited(request: Any) -> Any:
+        count, most = len(request.messages), envs.VLLM_MAX_COMPLETION_PROMPTS
+        if count > most:
+            text = (
+                f"{count} conversations in one batch; at most VLLM_MAX_COMPLETION_PROMPTS: {most}"
+            )
+            return create_error_response(text, param="messages")
+        return await render(request)
+
+    serving.render_batch_chat_request = limited
 
 
 def _changed(schema: Any) -> Any:

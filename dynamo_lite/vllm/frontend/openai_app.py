@@ -35,7 +35,7 @@ from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
-from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes
+from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes, limit_batches
 from dynamo_lite.vllm.frontend.graph_adapters import (
     LOAD,
     UNLOAD,
@@ -213,6 +213,7 @@ async def open_app(
             await stack.enter_async_context(models.following())
             add_routes(app, models)
         fail_fast_routes(app)
+        limit_batches(app.state)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
             model = client.model_config

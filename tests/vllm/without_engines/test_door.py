@@ -336,6 +336,15 @@ async def test_the_first_error_of_a_list_ends_its_validation(front: Front):
     assert (await post_bytes(front, "/invocations", body)).status_code == 404
 
 
+async def test_a_batch_has_no_more_conversations_than_a_list_has_prompts(front: Front):
+    path, talk = "/v1/chat/completions/batch", CHAT["messages"]
+    assert (await front.post(path, CHAT | {"messages": [talk] * 2})).status_code == 200
+    front.workers.asked.clear()
+    answer = await front.post(path, CHAT | {"messages": [talk] * 1025})
+    assert answer.status_code == 400 and "1025 conversations" in answer.json()["error"]["message"]
+    assert not front.workers.asked
+
+
 # Answers in parts
 
 

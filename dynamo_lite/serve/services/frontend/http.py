@@ -157,11 +157,10 @@ class HttpServer(uvicorn.Server):
             if tls.refresh:
                 refresh = _refresh(self.config.ssl, tls, self._refresh_s)
                 await self._stack.enter_async_context(running(refresh, name="tls-refresh"))
-        if self._options.quiet_paths:
-            quiet = QuietPaths(self._options.quiet_paths)
-            access = logging.getLogger("uvicorn.access")
-            access.addFilter(quiet)
-            self._stack.callback(access.removeFilter, quiet)
+        quiet = QuietPaths(self._options.quiet_paths)
+        access = logging.getLogger("uvicorn.access")
+        access.addFilter(quiet)
+        self._stack.callback(access.removeFilter, quiet)
         self.lifespan = self.config.lifespan_class(self.config)
         context, make, pending = self.config.ssl, self._connection, self._pending
         tls = None if context is None else lambda: context
