@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
+import hypothesis
 import pytest
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
@@ -41,6 +42,9 @@ _LONGEST_TEST_S, _LONGEST_WITH_ENGINES_S = 15.0, 45.0
 def pytest_configure() -> None:
     # A package that vLLM's app imports raises the root's level to ERROR.
     logging.getLogger("dynamo_lite").setLevel(logging.INFO)
+    # A process that gets no core for a while is no fault of an example.
+    hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, deadline=None)
+    hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -146,9 +146,9 @@ async def test_hostile_jobs_are_delivered_like_others_and_can_be_ended(
             if number % 20 == 0:
                 await queue.push(b"true", message_id=f"true-{number}")
         true = 0
-        while (job := await queue.pull(timeout_s=1)) is not None:
-            true += job.payload == b"true"
-            await job.ack()
-        assert true == 3
-        # A job whose headers this client cannot read goes to no worker until the end of its life.
-        assert (await queue.depth()).jobs <= 6
+        async with asyncio.timeout(30):
+            # A job whose headers this client cannot read goes to no worker until its life ends.
+            while true < 3 or (await queue.depth()).jobs > 6:
+                if (job := await queue.pull(timeout_s=1)) is not None:
+                    true += job.payload == b"true"
+                    await job.ack()

@@ -19,7 +19,7 @@ from tests.twins.mover import MemoryFabric
 from tests.twins.servers import MemoryStore
 from tests.unit.test_ranks import Decode, Prefill, blocks
 
-FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
+FUZZ = settings(derandomize=True, max_examples=100)
 RNG = st.integers(0, (1 << 32) - 1).map(Random)
 PREFIX = names.endpoint_prefix("t", "VllmWorker", "generate")
 
@@ -49,10 +49,10 @@ def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
             )
             assert true in members
             for member in members:
-                assert key_of(endpoint_record(member.lease_id)).startswith(PREFIX)
                 assert member.transport.nats_tcp.isascii() and " " not in member.transport.nats_tcp
             kept = {key_of(endpoint_record(m.lease_id)) for m in members}
             stored = await store.get_prefix(PREFIX)
+            assert kept <= stored.keys()
             assert drops["record"] + drops["version"] >= len(stored.keys() - kept)
 
     asyncio.run(main())

@@ -38,7 +38,7 @@ from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
 from tests.twins.queue import MemoryQueue
 
-FUZZ = settings(deadline=None, derandomize=True)
+FUZZ = settings(derandomize=True)
 
 
 def _done(attempt: str, outcome: Any, claim: int) -> Done:

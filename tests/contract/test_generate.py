@@ -250,7 +250,7 @@ async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(rem
     submitting = asyncio.create_task(remote.client.submit(remote.member, generate_request("a")))
     await eventually(lambda: remote.server.in_flight == 1)
     closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         with pytest.raises(Unavailable, match="broke"):
             await submitting
     remote.engine.gate.set()

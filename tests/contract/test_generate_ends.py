@@ -26,9 +26,9 @@ async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
 
 async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
     setup = await opened()
-    await setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
     await setup.client.submit(setup.member, generate_request("b", timeout_s=60.0))
     await setup.client.submit(setup.member, generate_request("c"))
+    await setup.client.submit(setup.member, generate_request("a", timeout_s=1.0))
     setup.server.deliver([tokens("a", 1)])
     await eventually(lambda: setup.engine.aborted == ["a"])
     await eventually(lambda: len(setup.outputs.deltas) == 2)

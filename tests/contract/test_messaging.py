@@ -253,7 +253,7 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
                     await messaging.publish("s", b"")
                 with pytest.raises(BrokerUnavailable):
                     await messaging.request("s", b"", timeout_s=5)
-                assert loop_time() - started < 0.5 and not messaging.connected
+                assert loop_time() - started < 1.5 and not messaging.connected
                 await nats_server.restart()
                 assert await told.get() is True
                 assert messaging.connected
@@ -292,7 +292,7 @@ async def test_the_way_back_is_quick_after_any_outage(nats_server: PrivateServer
                 began = loop_time()
                 await wait_for_connection(client, True)
                 await wait_for_connection(server, True)
-                assert loop_time() - began < 0.5
+                assert loop_time() - began < 1.5
                 assert await client.request("s", b"x", timeout_s=5) == b"echo x"
 
 
@@ -308,7 +308,7 @@ async def test_a_frozen_broker_is_noticed_and_the_way_back_is_quick(
         nats_server.thaw()
         began = loop_time()
         await wait_for_connection(messaging, True)
-        assert loop_time() - began < 0.5
+        assert loop_time() - began < 1.5
         assert await messaging.request("s", b"x", timeout_s=5) == b"echo x"
 
 

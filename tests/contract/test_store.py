@@ -98,7 +98,7 @@ async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str
         assert await take(events) == Delete(f"{namespace}/own")
         assert await lease.verify() is LeaseLoss.REVOKED
         assert await lease.lost() is LeaseLoss.REVOKED
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 2.0  # its next keepalive is 3 s away
         assert lease.remaining_s() == 0
         with pytest.raises(LeaseLost):
             await store.put(f"{namespace}/late", b"1", lease=lease)
@@ -108,10 +108,10 @@ async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str
 
 
 async def test_a_revoked_lease_is_noticed_by_its_keepalive(store: Store, namespace: str) -> None:
-    async with store.lease(2) as lease:
+    async with store.lease(5) as lease:
         await store.put(f"{namespace}/own", b"1", lease=lease)
         await store.revoke(lease.id)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(4):
             assert await lease.lost() is LeaseLoss.REVOKED
 
 
@@ -195,7 +195,7 @@ async def test_a_lease_expires_by_the_local_clock(
         await etcd_server.kill()
         async with asyncio.timeout(5):
             assert await lease.lost() is LeaseLoss.EXPIRED
-        assert time.monotonic() - started < lease.ttl_s + 0.5
+        assert time.monotonic() - started < lease.ttl_s + 2.0
         assert lease.remaining_s() == 0
 
 

@@ -143,7 +143,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nothing(
         await outage(8.0)
         back_at = time.monotonic()
         await refreshed(*(member.lease for member in members))
-        assert time.monotonic() - back_at < 1.0
+        assert time.monotonic() - back_at < 2.5
         await put_when_back(watcher, "n/end", b"")
         last = await take(events)
         if isinstance(last, Snapshot):  # a killed server has ended the watch
@@ -169,7 +169,7 @@ async def test_calls_to_a_frozen_store_end_in_time_and_leave_nothing(
             assert await lease.verify() is None
             with pytest.raises(StoreUnavailable):
                 await store.put("n/k", b"", lease=lease)
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 4.0
             assert len(asyncio.all_tasks()) < 8  # this one, the keepalive, and a call's own
         etcd_server.thaw()
         await refreshed(lease)

@@ -96,7 +96,7 @@ def block_pairs(draw):
 
 
 @pytest.mark.parametrize("layouts", MATES, ids=lambda m: f"{m[0].__name__}-{m[1].__name__}")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs=block_pairs())
 def test_a_copy_moves_exactly_its_blocks(layouts, pairs):
     here, there, local_ids, remote_ids = pairs

@@ -410,6 +410,5 @@ TestLedgerLives = LedgerMachine.TestCase
 TestLedgerLives.settings = settings(
     max_examples=300,
     stateful_step_count=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )

@@ -448,7 +448,7 @@ MSGPACK = st.recursive(
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=MSGPACK)
 def test_well_formed_data_of_another_shape_is_refused_or_a_message(name, value):
     try:
@@ -458,7 +458,7 @@ def test_well_formed_data_of_another_shape_is_refused_or_a_message(name, value):
     assert isinstance(message, msgspec.Struct)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=st.sampled_from(GOLDEN), at=st.integers(min_value=0), byte=st.integers(0, 255))
 def test_a_damaged_message_is_refused_or_still_a_message(case, at, byte):
     _, decode, golden = case
@@ -578,7 +578,7 @@ def test_records_out_of_range_are_refused(change):
         decode_json(msgspec.json.encode(fields), records.EngineMetadata)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.binary(max_size=100) | st.text(max_size=100).map(str.encode))
 def test_foreign_records_are_refused(data):
     for record_type in (records.EngineMetadata, records.EndpointRecord):

@@ -19,7 +19,7 @@ SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]
 
 @pytest.mark.parametrize("decode", SIZES, ids=str)
 @pytest.mark.parametrize("prefill", SIZES, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     heads=st.sampled_from([1, 2, 4, 8]),
     dtype=st.sampled_from([np.uint8, np.uint16]),

@@ -41,14 +41,6 @@ def test_every_process_gets_connections_of_the_reserved_port(host: str):
         assert accepted.total() == 64 and min(accepted[0], accepted[1]) > 0
 
 
-def test_a_process_that_was_killed_finds_its_port_again():
-    with shared_port(frontend(2)) as service:
-        port = service.options["port"]
-        for _ in range(2):
-            with bind(HOST, port, shared=True) as listener:
-                listener.listen()
-
-
 def test_a_reserved_port_is_in_use_for_all_others():
     with shared_port(frontend(2)) as service:
         port = service.options["port"]

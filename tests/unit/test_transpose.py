@@ -64,7 +64,7 @@ def writes(draw):
     return prefill, decode, local_ids, skip, remote_ids
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(writes())
 def test_every_token_of_every_head_lies_where_the_receiver_has_it(write):
     prefill, decode, local_ids, skip, remote_ids = write

@@ -323,15 +323,15 @@ async def test_what_a_clients_priority_may_do(
 async def test_the_first_error_of_a_list_ends_its_validation(front: Front):
     """All errors of all elements would be 2.5 million, and hold the event loop for 17 s."""
     body = json.dumps(CHAT | {"messages": [{}] * 150_000}).encode()
-    began = time.monotonic()
+    began = time.process_time()
     answer = await post_bytes(front, "/v1/chat/completions", body)
-    assert answer.status_code == 400 and time.monotonic() - began < 5
+    assert answer.status_code == 400 and time.process_time() - began < 5
     error = answer.json()["error"]
     assert error["message"].startswith("15 validation errors") and "messages.0" in error["param"]
     responses = json.dumps({"model": "tiny", "input": [{}] * 100_000}).encode()
-    began = time.monotonic()
+    began = time.process_time()
     answer = await post_bytes(front, "/v1/responses", responses)
-    assert answer.status_code == 400 and time.monotonic() - began < 5
+    assert answer.status_code == 400 and time.process_time() - began < 5
     # It would collect all errors.
     assert (await post_bytes(front, "/invocations", body)).status_code == 404
 
