@@ -1,8 +1,9 @@
 """Refuses bodies early: at the first bad element of a list, and batches that are too long."""
 
+from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic_core import SchemaValidator
 from starlette.datastructures import State
 from vllm import envs
@@ -35,18 +36,18 @@ def limit_batches(state: State) -> None:
     serving = getattr(state, "openai_serving_chat_batch", None)
     if serving is None:
         return
-    render = serving.render_batch_chat_request
 
-    async def limited(request: Any) -> Any:
+    async def limited(request: Any, raw_request: Request | None = None) -> Any:
         count, most = len(request.messages), envs.VLLM_MAX_COMPLETION_PROMPTS
         if count > most:
             text = (
                 f"{count} conversations in one batch; at most VLLM_MAX_COMPLETION_PROMPTS: {most}"
             )
             return create_error_response(text, param="messages")
-        return await render(request)
+        return await serving.create_batch_chat_completion(request, raw_request)
 
-    serving.render_batch_chat_request = limited
+    # What the route asks the app's state for.
+    state.openai_serving_chat_batch = SimpleNamespace(create_batch_chat_completion=limited)
 
 
 def _changed(schema: Any) -> Any:
