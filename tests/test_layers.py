@@ -60,7 +60,7 @@ BUDGET = {
     "dynamo_lite/transfer": 1_275,
     "dynamo_lite/request_plane": 1_921,
     "dynamo_lite/disagg": 6_625,
-    "dynamo_lite/vllm": 7_177,
+    "dynamo_lite/vllm": 7_178,
     "dynamo_lite/forward": 5_098,
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_938,
