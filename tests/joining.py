@@ -68,19 +68,9 @@ class Cluster:
         engine = ScriptedEngine(self.fleet, role, HANDOVERS[protocol], **options)
         return await self.stack.enter_async_context(engine)
 
-    async def join(
-        self,
-        engine: ScriptedEngine,
-        *,
-        grace_s: float = 10.0,
-        etcd_url: str | None = None,
-        ttl_s: float = 20.0,
-        **options: Any,
-    ) -> Running:
-        """Returns when it is registered."""
-        running = self.start_join(
-            engine, grace_s=grace_s, etcd_url=etcd_url, ttl_s=ttl_s, **options
-        )
+    async def join(self, engine: ScriptedEngine, **how: Any) -> Running:
+        """As `start_join`; returns when it is registered."""
+        running = self.start_join(engine, **how)
         running.ready = await running.until("ready")
         return running
 

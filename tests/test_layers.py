@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 2_095,
     "dynamo_lite/serve": 5_938,
     "dynamo_lite/cli": 2_788,
-    "tests": 57_194,
+    "tests": 56_926,
     "tests/simulation": 8_565,
 }
 SLACK = 50

@@ -1,45 +1,89 @@
-"""A NIXL agent in a process of its own, to be killed by `test_mover.py`.
+"""One end of NIXL writes: a `PeerProcess`, to be killed.
 
-Usage: nixl_peer.py writer|target. A JSON line with its metadata (base64) and
-its buffer comes out first; a writer then reads the same line of its target and
-writes for ever, with the notice "wrote", while a target polls for ever. NIXL
-prints on the same stream: the reader skips what is not JSON.
+    python -m tests.contract.nixl_peer target | writer
+
+It says its metadata and the address of its memory. A target says then, after each line of its
+input, how many of its bytes are the writer's. A writer reads what a target has said first, starts
+to write one byte, says why these calls failed, and says when the byte is written. After the next
+line of its input it writes that many bytes, with the notice "wrote", again and again, until it is
+killed. Calls that failed are its end.
 """
 
-import base64
 import json
 import sys
+import threading
+import time
+from typing import Any
 
 import numpy as np
 
-from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer.nixl import NixlMover, NixlTransfer
 
-SIZE = 1 << 20
+#: More than a kernel takes of it.
+SIZE = 16 << 20
+WRITTEN = 0xA5
+_PAUSE_S = 0.002
 
 
-def write_for_ever(mover: NixlMover, own: int) -> None:
-    order = json.loads(sys.stdin.readline())
-    mover.add_peer("target", base64.b64decode(order["agent"]))
-    local = np.array([(own, order["length"], 0)], dtype=np.uint64)
-    remote = np.array([(order["address"], order["length"], 0)], dtype=np.uint64)
+def _say(**said: object) -> None:
+    print(json.dumps(said), flush=True)  # NIXL prints lines of its own
+
+
+def _hear() -> dict[str, Any]:
+    return json.loads(sys.stdin.readline())
+
+
+def target(mover: NixlMover, memory: np.ndarray) -> None:
+    asked = threading.Event()
+    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while True:
-        under_way = mover.write("target", local, remote, memory=("DRAM", "DRAM"), notice=b"wrote")
+        mover.notices()  # UCX makes progress in it
+        if asked.is_set():
+            asked.clear()
+            _say(written=int(np.count_nonzero(memory == WRITTEN)))
+        time.sleep(_PAUSE_S)
+
+
+def _listen(asked: threading.Event) -> None:
+    for _ in sys.stdin:
+        asked.set()
+
+
+def writer(mover: NixlMover, memory: np.ndarray) -> None:
+    memory[:] = WRITTEN
+    there = _hear()
+
+    def write(size: int, notice: bytes = b"") -> NixlTransfer:
+        local, remote = (
+            np.array([(address, size, 0)], np.uint64)
+            for address in (memory.ctypes.data, there["address"])
+        )
+        return mover.write("target", local, remote, memory=("DRAM", "DRAM"), notice=notice)
+
+    try:
+        mover.add_peer("target", bytes.fromhex(there["metadata"]))
+        first = write(1)
+    except TransferError as exc:
+        _say(failed=str(exc))
+        return
+    _say(failed="")
+    while not first.done():
+        time.sleep(_PAUSE_S)
+    _say(connected=True)
+    size = _hear()["size"]
+    while True:
+        under_way = write(size, b"wrote")
         while not under_way.done():
             mover.notices()
 
 
 def main() -> None:
     role = sys.argv[1]
-    memory = np.full(SIZE, 0xA5, np.uint8)
-    address = memory.__array_interface__["data"][0]
-    mover = NixlMover(f"killed-{role}")
-    mover.register([(address, SIZE)], "DRAM", 0)
-    agent = base64.b64encode(mover.metadata()).decode()
-    print(json.dumps({"agent": agent, "address": address, "length": SIZE}), flush=True)
-    if role == "writer":
-        write_for_ever(mover, address)
-    while True:
-        mover.notices()
+    mover, memory = NixlMover(role), np.zeros(SIZE, np.uint8)
+    mover.register([(memory.ctypes.data, SIZE)], "DRAM", 0)
+    _say(metadata=mover.metadata().hex(), address=memory.ctypes.data)
+    {"target": target, "writer": writer}[role](mover, memory)
 
 
 if __name__ == "__main__":

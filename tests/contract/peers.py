@@ -5,23 +5,24 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 _ROOT = Path(__file__).parents[2]
 
 
 class PeerProcess:
-    """said: what it says, line by line. What is no JSON is skipped: NIXL prints on the same stream.
+    """As a context manager it is killed in the end.
 
-    env: besides this process's.
+    said: what it says, line by line. What is no JSON is skipped: NIXL prints on the same stream.
+    before: a command that runs it. env: besides this process's.
     """
 
-    def __init__(self, module: str, *arguments: str, **env: str):
+    def __init__(self, module: str, *arguments: str, before: Sequence[str] = (), **env: str):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*before, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -32,6 +33,12 @@ class PeerProcess:
         self.said: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._reader = threading.Thread(target=self._listen, name=f"reads {module}")
         self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def tell(self, what: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None

@@ -1,7 +1,6 @@
 """The mover's contract: NIXL, with and without a thread, and the in-process twin through the
 same tests."""
 
-import base64
 import contextlib
 import itertools
 import socket
@@ -288,8 +287,8 @@ class Victim(PeerProcess):
         self.buffer = self.said.get(timeout=START_S)
 
     def aim(self, party: Party) -> None:
-        agent = base64.b64encode(party.mover.metadata()).decode()
-        self.tell({"agent": agent, "address": party.base, "length": SIZE})
+        self.tell({"metadata": party.mover.metadata().hex(), "address": party.base})
+        self.tell({"size": SIZE})
 
 
 @pytest.fixture
@@ -297,9 +296,7 @@ def victim() -> Iterator[Callable[..., Victim]]:
     with contextlib.ExitStack() as stack:
 
         def start(role: str, **env: str) -> Victim:
-            victim = Victim(role, **env)
-            stack.callback(victim.kill)
-            return victim
+            return stack.enter_context(Victim(role, **env))
 
         yield start
 
@@ -331,7 +328,7 @@ def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer
     writer, next_target = Party(make_writer, 1), Party(NixlMover, 2)
     target = victim("target")
     there = np.array([(target.buffer["address"], SIZE, 0)], dtype=np.uint64)
-    writer.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
+    writer.mover.add_peer("target", bytes.fromhex(target.buffer["metadata"]))
 
     def move_once() -> None:
         start = getattr(writer.mover, operation)
@@ -369,7 +366,7 @@ def test_a_stranger_at_the_ports_of_a_target_changes_nothing(victim):
         assert (source.buffer == fill).all()
 
     with contextlib.ExitStack() as stack:
-        source.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
+        source.mover.add_peer("target", bytes.fromhex(target.buffer["metadata"]))
         round_trip(200)
         for place in places * 20:
             stack.enter_context(socket.create_connection(place, timeout=WAIT_S))

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -35,9 +36,8 @@ def question(seed: int, prompt_tokens: int, tokens: int) -> Question:
     return Question(f"hosts-{seed}", body)
 
 
-def told_questions() -> Known:
-    """Short answers, and some of 6 s, as the null engines give them."""
-    lengths = (30, 60, 60, 120, 120, 300)
+def told_questions(lengths: Sequence[int] = (30, 60, 60, 120, 120, 300)) -> Known:
+    """As the null engines answer them. lengths: of the answers; short ones, and some of 6 s."""
     asked = [question(number, 20, tokens) for number, tokens in enumerate(lengths)]
     right: dict[str, Answer] = {}
     for one, tokens in zip(asked, lengths, strict=True):

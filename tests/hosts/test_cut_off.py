@@ -5,21 +5,19 @@ No engine waits for a connection.
 """
 
 import asyncio
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from dynamo_lite.serve.child_environment import child_environment
 from tests.builders import eventually
+from tests.contract.nixl_peer import SIZE
+from tests.contract.peers import PeerProcess
 from tests.hosts.network import Host, hosts, unavailable
 from tests.lacking import lacking
-from tests.process.command import ROOT
 
 pytestmark = pytest.mark.heavy
 
@@ -36,48 +34,24 @@ _KERNEL = {"UCX_TCP_SNDBUF": "40k", "UCX_TCP_KEEPIDLE": "600s"}
 _USER_TIMEOUT = child_environment({}, lease_ttl_s=LEASE_TTL_S)["UCX_TCP_USER_TIMEOUT"]
 
 
-class Peer:
-    """A process of `kv_peer.py`, while the context lasts."""
+class Peer(PeerProcess):
+    """`nixl_peer.py` on a host."""
 
     def __init__(self, host: Host, role: str, ucx: Mapping[str, str]):
         between_hosts = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
-        inside = ["nsenter", f"--net=/run/netns/{host.name}"]
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "tests.hosts.kv_peer", role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment({**between_hosts, **ucx}),
-            cwd=ROOT,
-            text=True,
+        super().__init__(
+            *("tests.contract.nixl_peer", role),
+            before=["nsenter", f"--net=/run/netns/{host.name}"],
+            **child_environment({**between_hosts, **ucx}),
         )
 
-    def tell(self, line: str = "") -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
     async def says(self) -> dict[str, Any]:
-        async with asyncio.timeout(_PATIENCE_S):
-            return await asyncio.to_thread(self._says)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def _says(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):  # NIXL prints others
-                return json.loads(line)
-        raise AssertionError("it has ended")
+        return await asyncio.to_thread(self.said.get, timeout=_PATIENCE_S)
 
 
 async def written(target: Peer) -> int:
     """How many bytes have come."""
-    target.tell()
+    target.tell({})
     return (await target.says())["written"]
 
 
@@ -94,12 +68,13 @@ async def test_what_a_dead_writer_has_posted_comes_soon_or_never(bounded: bool) 
         Peer(there, "target", ucx) as target,
         Peer(here, "writer", ucx) as writer,
     ):
-        writer.tell(json.dumps(await target.says()))
+        writer.tell(await target.says())
+        assert (await writer.says())["address"]
         assert await writer.says() == {"failed": ""}
         assert await writer.says() == {"connected": True}
         assert await written(target) == 1
         here.link(up=False)
-        writer.tell()
+        writer.tell({"size": SIZE})
         await eventually(lambda: here.undelivered(there) > _WHOLE, _PATIENCE_S)
         writer.process.send_signal(signal.SIGKILL if bounded else signal.SIGSTOP)
         ended = time.monotonic()
@@ -134,7 +109,8 @@ async def test_no_engine_waits_for_a_connection(waits: bool) -> None:
         Peer(there, "target", ucx) as target,
         Peer(here, "writer", ucx) as writer,
     ):
-        metadata = json.dumps(await target.says())
+        metadata = await target.says()
+        assert (await writer.says())["address"]
         here.cut(there)
         writer.tell(metadata)
         failed = (await writer.says())["failed"]

@@ -236,8 +236,3 @@ def variable(pid: int, name: str) -> str | None:
         if key == name:
             return value
     return None
-
-
-def results(path: Path) -> list[dict[str, Any]]:
-    """The lines that a `Caller` has written."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,11 +1,15 @@
 """A graph with workers of both roles: decode workers with null engines, stand-ins for prefill
-workers, and the shipped Frontend."""
+workers that only report what a file tells them, and the shipped Frontend."""
 
-from dataclasses import replace
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
+from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
 from tests.process import null_graph
-from tests.process.fleet_graph import Prefilling
 
 
 def told(prompt: list[int], position: int) -> int:
@@ -23,13 +27,47 @@ class PromptWorker(null_graph.NullWorker):
     backend = PromptBackend
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandInConfig:
+    """facts: a folder with a JSON file for each number of a process: what it reports."""
+
+    facts: str = ""
+
+
+class StandIn:
+    def __init__(self, config: dict[str, Any], spec: Any):
+        self._file = Path(config["facts"]) / f"{spec.instance}.json"
+
+    async def start(self, host: Any) -> dict[str, Any]:
+        await host.register("prefill")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        while self._facts().get("jobs"):
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None: ...
+
+    def health(self) -> Mapping[str, Any]:
+        return {"ok": True, **self._facts()}
+
+    def _facts(self) -> dict[str, Any]:
+        return json.loads(self._file.read_text()) if self._file.exists() else {}
+
+
 _NULL = Service(
     name="VllmWorker",
     config=null_graph.NullWorkerConfig,
     component=f"{__name__}:PromptWorker",
     scalable=True,
-    flags="engine",
 ).with_defaults(remote_prefill=False)
-_served = FRONTEND.link(PROCESSOR).link(_NULL)
+_STAND_IN = Service(
+    name="PrefillWorker", config=StandInConfig, component=f"{__name__}:StandIn", scalable=True
+)
+_served = FRONTEND.link(PROCESSOR).link(replace(_NULL, flags="engine"))
 #: The shipped Frontend.
-Served = replace(_served, services=(*_served.services, *Prefilling.services))
+Served = replace(_served, services=(*_served.services, _STAND_IN))
+#: Without the Frontend.
+Workers = Graph(services=(_NULL, _STAND_IN))
+#: The stand-ins alone.
+Prefilling = Graph(services=(_STAND_IN,))

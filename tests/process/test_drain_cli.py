@@ -1,5 +1,6 @@
 """`dynamo-lite drain`, on decode workers with null engines under load."""
 
+import asyncio
 import json
 import os
 import re
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.process.command import Serving, eventually, invoke, results, run, serving
+from tests.builders import eventually
+from tests.chaos.load import Load
+from tests.hosts.load import told_questions
+from tests.process.command import VLLM_PATIENCE_S, Serving, invoke, run, serving
 
-DECODING = "tests.process.fleet_graph:Decoding"
-PREFILLING = "tests.process.fleet_graph:Prefilling"
+PREFILLING = "tests.process.roles_graph:Prefilling"
+SERVED = "tests.process.roles_graph:Served"
+WORKERS = "tests.process.roles_graph:Workers"
 
 
 def ready(graph: Serving) -> dict[str, dict[str, Any]]:
@@ -25,49 +30,57 @@ def phases(output: str) -> list[str]:
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("grace_s", [60, 0.5])
-def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
+async def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
     tmp_path: Path, grace_s: float
 ):
     """It finishes its requests of four seconds. Beyond its grace they go on elsewhere."""
-    answers, state = tmp_path / "answers", tmp_path / "state"
-    load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=200")
-    options = ("--VllmWorker.ServiceArgs.workers=3", f"--Graph.grace-s={grace_s}")
-    with serving(state, *load, *options, graph=DECODING, until="ready Caller-0") as graph:
-        eventually(lambda: len(results(answers)) >= 6, "some answers have ended", timeout_s=120)
-        dry = run("drain", "--pick", "VllmWorker", "--dry-run", "--state-dir", str(state))
-        assert dry.returncode == 0, dry.stderr
-        assert "dry run: nothing was revoked" in dry.stdout
-        assert dry.stdout.count("\n->") == 1 and dry.stdout.count(" ready ") == 3
-        assert len(ready(graph)) == 4
-        # All began at the same time, and have the same length.
-        ended = len(results(answers)) // 6 * 6
-        eventually(lambda: len(results(answers)) >= ended + 6, "others begin", timeout_s=120)
-        done = run("drain", "--pick", "VllmWorker", "--state-dir", str(state))
-        seen = phases(done.stdout)
-        # Its end may come before the next look, so that FORCED is not seen.
-        assert done.returncode == (3 if "FORCED" in seen else 0), done.stderr
-        assert grace_s < 1 or "FORCED" not in seen
-        assert seen[:2] == ["UNLISTED", "DRAINING"] and seen[-1] == "GONE"
-        assert "SAFE" not in seen or "DRAINING" not in seen[seen.index("SAFE") :]
-        assert len(ready(graph)) == 3
-        before = len(results(answers))
-        eventually(lambda: len(results(answers)) >= before + 6, "all go on", timeout_s=120)
-        answered = results(answers)
-        assert [one for one in answered if not one["exact"] or one["end"] != "length"] == []
-        assert graph.end(signal.SIGINT) == 0
-        text = (state / "logs" / "Caller-0.log").read_text()
+    options = ("-f", "configs/agg.yaml", "--Frontend.port=0", "--VllmWorker.step-s=0.02")
+    workers = ("--VllmWorker.ServiceArgs.workers=3", f"--Graph.grace-s={grace_s}")
+    pick = ("drain", "--pick", "VllmWorker", "--state-dir", str(tmp_path))
+    with serving(tmp_path, *options, *workers, graph=SERVED) as graph:
+        url = graph.wait_line("ready http", VLLM_PATIENCE_S).split()[1]
+        port, known = int(url.rpartition(":")[2]), told_questions([200] * 20)
+        async with Load(port, *known, clients=6, pause_s=0.0, cancels=0.0) as load:
+
+            async def answers(count: int) -> None:
+                """These are all right."""
+                await eventually(lambda: load.tally.right >= count, 120)
+                assert not (load.tally.wrong or load.tally.lost or load.tally.refused), load.tally
+
+            await answers(6)
+            dry = await asyncio.to_thread(run, *pick, "--dry-run")
+            assert dry.returncode == 0, dry.stderr
+            assert "dry run: nothing was revoked" in dry.stdout
+            assert dry.stdout.count("\n->") == 1 and dry.stdout.count(" ready ") == 3
+            assert len(ready(graph)) == 5
+            # All began at the same time, and have the same length.
+            await answers(load.tally.right // 6 * 6 + 6)
+            done = await asyncio.to_thread(run, *pick)
+            seen = phases(done.stdout)
+            # Its end may come before the next look, so that FORCED is not seen.
+            assert done.returncode == (3 if "FORCED" in seen else 0), done.stderr
+            assert grace_s < 1 or "FORCED" not in seen
+            assert seen[:2] == ["UNLISTED", "DRAINING"] and seen[-1] == "GONE"
+            assert "SAFE" not in seen or "DRAINING" not in seen[seen.index("SAFE") :]
+            assert len(ready(graph)) == 4
+            await answers(load.tally.right + 6)
+            load.stop()
+            assert await asyncio.to_thread(graph.end, signal.SIGINT) == 0
+        text = (tmp_path / "logs" / "Frontend-0.log").read_text()
         assert ("migrating it (continue)" in text) is (grace_s < 1)
 
 
 def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
-    with serving(tmp_path, "--Caller.requests=0", graph=DECODING, until="ready Caller-0") as graph:
+    with serving(tmp_path, graph=WORKERS, until="ready VllmWorker-0") as graph:
+        graph.when("PrefillWorker-0", lambda p: p["state"] == "ready")
         lease = graph.processes()["VllmWorker-0"]["lease"]
         where, last = ("--state-dir", str(tmp_path)), "no other worker of this role could work"
         for arguments, message in (
             (("--pick", "VllmWorker"), f"{last}; --force drains it"),
             ((lease,), f"{lease} is the last VllmWorker that can work; --force drains it"),
-            (("--pick", "Caller"), "--pick Caller: accepted: PrefillWorker, VllmWorker"),
+            (("--pick", "Frontend"), "--pick Frontend: accepted: PrefillWorker, VllmWorker"),
             ((), "give either LEASE or --pick COMPONENT"),
             (("no lease",), "no lease: not a lease id"),
         ):

@@ -42,17 +42,7 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: MigrationPlan):
         assert again.output_token_ids == (answer_to(A)[:3] if plan is CONTINUE else [])
         assert client.stats.moved == {"continue" if plan is CONTINUE else "replay": 1}
         assert fake.running() == {}
-
-
-@pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
-@virtual
-async def test_what_is_said_once_per_request_arrives_once(plan: MigrationPlan):
-    async with cluster() as (fake, client):
-        fake.workers[2].tokens_per_step = 2
-        await client.submit(A, movable=plan)
-        await steps(3)
-        fake.kill(1)
-        await to_the_end(client)
+        # What is said once of a request arrives once.
         deltas = fake.deltas["a"]
         assert [d.prefill is not None for d in deltas] == [True] + [False] * (len(deltas) - 1)
         assert [d for d in deltas if d.prompt_logprobs is not None] == deltas[:1]

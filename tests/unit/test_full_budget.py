@@ -66,27 +66,6 @@ def test_a_device_moves_from_one_role_to_the_other():
     assert w.numbers_of == (2, 2)
 
 
-def test_the_addition_waits_until_the_other_worker_has_ended():
-    w = world(1, 3)
-    w.pools[D].drain_s = 90.0
-    w.run(100)
-    w.prefill = prefill_load(1200)
-    proposals = w.run(80)
-    assert changes(proposals) == [("remove", D)]
-    assert "no device is free within the budget" in proposals[-1].roles[P].reason
-    assert changes(w.run(30)) == [("add", P)]
-
-
-def test_a_device_comes_back():
-    w = world(1, 3, cooldown_s=10.0)
-    w.run(100)
-    w.prefill = prefill_load(1200)
-    w.run(60)
-    w.prefill, w.decode = prefill_load(0), decode_load(2.4)
-    assert changes(w.run(100)) == [("remove", P), ("add", D)]
-    assert w.numbers_of == (1, 3)
-
-
 def test_the_giver_must_pass_its_check_for_the_cooldown():
     w = world(1, 3, cooldown_s=60.0)
     w.decode = decode_load(2.4)

@@ -170,11 +170,11 @@ def _within_budget(
 
 def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RolePlan]) -> Change | None:
     """The removal of a worker of the other role that makes room for this one: it is due, or can be
-    borne. Where a worker drains, its device becomes free without another one's removal."""
-    drains = any(one.counts.draining for one in seen.roles.values())
+    borne. Where a worker drains, its device becomes free without another one's removal: its role
+    wants and gives none."""
     for other, wish in wishes.items():
         if other is not role and not wish.add:
-            return wish.fewer or (None if seen.manual or drains else wish.gives)
+            return wish.fewer or (None if seen.manual else wish.gives)
     return None
 
 

@@ -206,7 +206,7 @@ class RoleStep:
     def _gives(self) -> Change | None:
         """If one worker less was enough for the cooldown, though not for the down window."""
         memory, since = self.memory, self._now - self._limits.cooldown_s
-        if memory.known_since is None or memory.known_since > since or self._seen.under_way:
+        if memory.known_since is None or memory.known_since > since:
             return None
         lately = max((number for at, number in memory.needs if at >= since), default=None)
         if lately is None or max(lately, self._least) >= self._seen.count:

@@ -21,7 +21,7 @@ from dynamo_lite.vllm.wire import delta_from_output
 logger = logging.getLogger(__name__)
 
 
-def unkept(params: SamplingParams, config: VllmConfig) -> str:
+def _unkept(params: SamplingParams, config: VllmConfig) -> str:
     """Which of a request's parameters the engine's configuration does not keep; "" if it keeps all.
     vLLM checks these in its front half, which here does not have the engine's configuration."""
     if params.prompt_logprobs is not None and config.cache_config.kv_sharing_fast_prefill:
@@ -85,7 +85,7 @@ class VllmDecodeEngine(VllmEngine):
             most_embeds=self._most_embeds,
             speculation=self.config.speculative_config,
         )
-        if made.sampling_params is not None and (why := unkept(made.sampling_params, self.config)):
+        if made.sampling_params is not None and (why := _unkept(made.sampling_params, self.config)):
             raise Refused(why, elsewhere=False)
         return made
 

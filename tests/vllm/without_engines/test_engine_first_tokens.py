@@ -231,13 +231,6 @@ async def test_a_request_that_cannot_go_on_ends(rig: Rig):
     assert len(rig.engine._first_tokens or ()) == 0
 
 
-async def test_an_aborted_request_is_forgotten(rig: Rig):
-    await rig.submit()
-    await rig.engine.abort(["r"])
-    assert rig.token(7) is None
-    assert len(rig.engine._first_tokens or ()) == 0
-
-
 async def test_what_the_engine_aborts_by_itself_is_no_end(rig: Rig):
     """vLLM ends the ranks beside one that has died, and their requests with it. They are lost, as
     those of the dead rank, when the client reports that."""
