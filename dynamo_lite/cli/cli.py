@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -59,11 +60,24 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # Shells start background jobs so, which is no wish to ignore it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for kind in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(kind) is signal.SIG_DFL:
-                signal.signal(kind, signal.default_int_handler)
+                signal.signal(kind, _as_ctrl_c)
         with interruptible("interrupted; nothing is left running"):
             return super().invoke(ctx)
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Does what Ctrl-C does now: a running loop cancels its task.
+
+    KeyboardInterrupt raised in the loop could break off the start of a child process, and the
+    task would wait for that start without end.
+    """
+    if callable(handler := signal.getsignal(signal.SIGINT)):
+        handler(number, frame)
 
 
 app = typer.Typer(

@@ -243,6 +243,38 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     assert not (tmp_path / "state").exists()
 
 
+_A_COMMAND_WITH_A_LOOP = """
+import asyncio, signal
+from dynamo_lite.cli.cli import app
+
+def step():
+    signal.raise_signal(signal.SIGNAL)
+    print("whole")
+
+async def work():
+    asyncio.get_running_loop().call_soon(step)
+    await asyncio.sleep(60)
+
+@app.command()
+def loop():
+    asyncio.run(work())
+
+app(["loop"])
+"""
+
+
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "in the background"])
+def test_a_signal_breaks_no_step_of_an_event_loop_off(kind: str, ignored: bool):
+    """Such a step connects the pipes of a child process, whose end is waited for."""
+    shell = "trap '' INT; " if ignored else ""
+    program = _A_COMMAND_WITH_A_LOOP.replace("SIGNAL", kind)
+    command = ["sh", "-c", f'{shell}exec "$0" -c "$1"', sys.executable, program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (130, "whole\n")
+    assert result.stderr == "interrupted; nothing is left running\n"
+
+
 def _parsers_of(parent: int) -> int | None:
     """Process id of the child that runs vLLM's parsers."""
     for child in children_of(parent):
