@@ -186,7 +186,8 @@ class RequestAttempt:
             headers.hide(response.headers, *leg.hidden)
         if status < 300 or (status < 400 and not prefill):
             return response
-        body, head = leg.shows(await response.read()), headers.to_client(response.headers)
+        head = headers.to_client(response.headers, engine.name)
+        body = leg.shows(await response.read())
         if leg.hidden is not None:
             head["content-length"] = str(len(body))
         answer = Answer(status, head, body)

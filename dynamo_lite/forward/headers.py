@@ -33,12 +33,18 @@ def to_engine(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     )
 
 
-def to_client(headers: CIMultiDict[str]) -> CIMultiDict[str]:
-    """An engine's headers for the client."""
+def to_client(headers: CIMultiDict[str], engine: str) -> CIMultiDict[str]:
+    """An engine's headers for the client. engine: its HOST:PORT, which a redirect to another path
+    of it contains, and clients may not be able to reach."""
     dropped = _dropped(headers.getall("connection", ()))
-    return CIMultiDict(
+    kept = CIMultiDict(
         (name, value) for name, value in headers.items() if name.lower() not in dropped
     )
+    origin, at, path = kept.get("location", "").partition(engine)
+    if at and origin in ("http://", "https://") and path.startswith("/"):
+        # Two slashes would begin the name of another host.
+        kept["location"] = "/" + path.lstrip("/\\")
+    return kept
 
 
 def hide(headers: CIMultiDict[str], found: str, shown: str) -> None:

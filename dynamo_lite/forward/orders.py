@@ -146,7 +146,7 @@ async def _relay(
 
     Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
-    client, head = one.job.client, headers.to_client(response.headers)
+    client, head = one.job.client, headers.to_client(response.headers, response.engine.name)
 
     def on_first() -> None:
         one.begins(*how)
@@ -264,7 +264,7 @@ async def _first_tokens(
             if decoding.done():
                 decoding.result()  # raises its failure while another engine can be asked
             one.begins("disaggregated")
-            head = headers.to_client(response.headers)
+            head = headers.to_client(response.headers, response.engine.name)
             head.popall("content-length", None)
             response.shown = True
             await client.start(200, head)

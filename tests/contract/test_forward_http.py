@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from dynamo_lite.forward import http
 from dynamo_lite.forward.client import Client
@@ -20,7 +21,7 @@ from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Rig, rig, told
-from tests.scripted import Fault
+from tests.scripted import Fault, Leg
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -169,6 +170,29 @@ async def test_other_routes_pass_as_they_are():
             assert answer.status == 400
         assert r.fleet.legs[-1].raw == b"\x00\xff"
         assert r.answered == {("passed", ""): 2}
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        ("http://{engine}/v1/models/?a=b", "/v1/models/?a=b"),
+        ("http://{engine}//other.example/", "/other.example/"),
+        ("http://{engine}0/", "http://{engine}0/"),
+        ("https://other.example/", "https://other.example/"),
+    ],
+)
+async def test_a_redirect_of_an_engine_to_itself_leads_here(location: str, shown: str):
+    """A client may not reach the engine's address, which such a redirect contains."""
+
+    async def redirect(request: web.BaseRequest, leg: Leg) -> web.StreamResponse:
+        return web.Response(status=307, headers={"location": location.format(engine=name)})
+
+    async with rig() as r:
+        name = r.decode[0].address
+        r.decode[0].answer = redirect  # type: ignore[method-assign]
+        async with r.session.get(f"{r.url}/docs", allow_redirects=False) as answer:
+            assert answer.status == 307
+            assert answer.headers["location"] == shown.format(engine=name)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
