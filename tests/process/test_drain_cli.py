@@ -31,12 +31,13 @@ def phases(output: str) -> list[str]:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("grace_s", [60, 0.5])
+@pytest.mark.parametrize(("grace_s", "step_s"), [(60, 0.02), (0.5, 0.04)])
 async def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(
-    tmp_path: Path, grace_s: float
+    tmp_path: Path, grace_s: float, step_s: float
 ):
-    """It finishes its requests of four seconds. Beyond its grace they go on elsewhere."""
-    options = ("-f", "configs/agg.yaml", "--Frontend.port=0", "--VllmWorker.step-s=0.02")
+    """It finishes its requests of four seconds. Beyond its grace those of eight go on elsewhere:
+    they last longer than the command may need to start."""
+    options = ("-f", "configs/agg.yaml", "--Frontend.port=0", f"--VllmWorker.step-s={step_s}")
     workers = ("--VllmWorker.ServiceArgs.workers=3", f"--Graph.grace-s={grace_s}")
     pick = ("drain", "--pick", "VllmWorker", "--state-dir", str(tmp_path))
     with serving(tmp_path, *options, *workers, graph=SERVED) as graph:
