@@ -249,7 +249,7 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         await attacking
         assert judge.violations == []
         await pair.until(lambda: not pair.jobs.working)
-        await pair.until(lambda: not any(e.core.pool.taken() for e in pair.engines.values()))
+        await pair.until(lambda: not any(e.pool.taken() for e in pair.engines.values()))
         judge.check_caches()
         await pair.until(lambda: judge.unsettled() is None)
         assert judge.violations == []

@@ -209,10 +209,10 @@ class Pair:
 
     async def idle(self) -> None:
         """Returns when nothing is under way. Every block of both pools is free then."""
-        await self.until(lambda: not any(e.core.scheduler.has_work for e in self.engines.values()))
+        await self.until(lambda: not any(e.scheduler.has_work for e in self.engines.values()))
         await self.until(lambda: not self.jobs.working)
         for engine in self.engines.values():
-            assert engine.core.pool.taken() == []
+            assert engine.pool.taken() == []
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

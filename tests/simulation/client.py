@@ -227,7 +227,7 @@ class CancelWatch:
         if not isinstance(halves, DecodeHalves):
             return
         for request_id, waited in waited_s.items():
-            request = engine.core.scheduler.requests.get(request_id)
+            request = engine.scheduler.requests.get(request_id)
             if request is None:
                 self.counts["abort over"] += 1
                 continue

@@ -75,8 +75,8 @@ class Judge:
 
     def engine_started(self, engine: SimEngineProcess) -> None:
         self._engines[engine.mover] = engine
-        engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
-        engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
+        engine.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
+        engine.on_abort = lambda ids: self.cancels.aborting(engine, ids)
         engine.on_late_write = lambda: self.counts.update(["engines ended by a late write"])
 
     def engine_died(self, engine: SimEngineProcess) -> None:
@@ -124,7 +124,7 @@ class Judge:
         role = engine.setup.engine_config.role
         if not isinstance(role, DecodeEngineConfig):
             return
-        for request in engine.core.scheduler.waiting_for_kv():
+        for request in engine.scheduler.waiting_for_kv():
             over_s = scheduled_at - request.parked_at - role.options.remote_prefill_timeout_s
             if over_s > 0 and request not in self._told:
                 self._told.add(request)
@@ -199,8 +199,8 @@ class Judge:
     def check_caches(self) -> None:
         """Each block of a prefix cache must contain the KV of its key."""
         for engine in self._engines.values():
-            for block, key in engine.core.pool.cached():
-                if not engine.core.memory.ends_with(block, key):
+            for block, key in engine.pool.cached():
+                if not engine.memory.ends_with(block, key):
                     self.violate(
                         f"{engine.setup.address}: block {block} does not hold what it is cached for"
                     )
@@ -253,16 +253,16 @@ def _ownership(
 
 def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:
     """The ids of the engine's blocks that it covers."""
-    memory = engine.core.memory
+    memory = engine.memory
     at = landing.address - memory.base
     return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
 
 
 def _engine_unsettled(engine: SimEngineProcess) -> str | None:
-    core, halves = engine.core, engine.halves
-    if core.scheduler.requests:
-        return f"requests {', '.join(core.scheduler.requests)}"
-    if taken := core.pool.taken():
+    halves = engine.halves
+    if requests := engine.scheduler.requests:
+        return f"requests {', '.join(requests)}"
+    if taken := engine.pool.taken():
         return f"blocks {taken} are taken"
     if isinstance(halves, DecodeHalves) and (what := halves.unsettled()):
         return what
