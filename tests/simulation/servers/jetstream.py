@@ -117,11 +117,6 @@ class SimStream:
                     consumer.add(message.sequence)
         return self.consumers[name]
 
-    def close(self) -> None:
-        """Deletes everything, and answers the waiting pull requests."""
-        for consumer in self.consumers.values():
-            consumer.close()
-
     def _known(self, message_id: str | None, now: float) -> int | None:
         while self._ids:
             oldest = next(iter(self._ids))
@@ -148,18 +143,14 @@ class Consumer:
     request first."""
 
     def __init__(self, stream: SimStream, config: Mapping[str, Any]):
-        if config["max_deliver"] != 1:
-            raise NotImplementedError("messages that are delivered again are not simulated")
+        assert config["max_deliver"] == 1, "messages that are delivered again are not simulated"
         self.config = config
         self._stream, self._server = stream, stream.server
         self._loop = self._server.network.loop
-        self.created = _time_text(self._server.process.wall())
         self.name: str = config["durable_name"]
         self.subject: str = config["filter_subject"]
         self.new: dict[int, None] = {}  # not delivered
-        self.delivered: set[int] = set()  # and not over
-        self.requests: deque[_Request] = deque()
-        self.deliveries = 0
+        self._requests: deque[_Request] = deque()
 
     def add(self, sequence: int) -> None:
         self.new[sequence] = None
@@ -167,7 +158,6 @@ class Consumer:
 
     def forget(self, sequence: int) -> None:
         self.new.pop(sequence, None)
-        self.delivered.discard(sequence)
 
     def ask(self, inbox: str, expires_s: float | None) -> None:
         """A pull request. expires_s: None: it does not wait."""
@@ -176,25 +166,19 @@ class Consumer:
                 self._server.tell(inbox, b"", status(404, "No Messages"))
             return
         request = _Request(inbox, self._loop.call_later(expires_s, lambda: self._expire(request)))
-        self.requests.append(request)
+        self._requests.append(request)
         self._serve()
 
     def acknowledge(self, sequence: int) -> None:
         """Also as the end of one that was terminated: in a work queue both remove it."""
         self._stream.remove(sequence)
 
-    def close(self) -> None:
-        while self.requests:
-            request = self.requests.popleft()
-            request.timer.cancel()
-            self._server.tell(request.inbox, b"", status(409, "Consumer Deleted"))
-
     def _serve(self) -> None:
-        while self.requests:
-            request = self.requests[0]
+        while self._requests:
+            request = self._requests[0]
             if self._server.interested(request.inbox) and not self._hand_out(request.inbox):
                 return
-            self.requests.popleft().timer.cancel()
+            self._requests.popleft().timer.cancel()
 
     def _hand_out(self, inbox: str) -> bool:
         """Delivers the next message, if there is one."""
@@ -203,17 +187,15 @@ class Consumer:
         if sequence is None:
             return False
         del self.new[sequence]
-        self.delivered.add(sequence)
-        self.deliveries += 1
         message = messages[sequence]
         wall_ns = int(self._server.process.wall() * _NS)
         ack = (
             f"$JS.ACK.{self._stream.name}.{self.name}.1.{sequence}"
-            f".{self.deliveries}.{wall_ns}.{len(self.new)}"
+            f".{sequence}.{wall_ns}.{len(self.new)}"
         )
         self._server.deliver(inbox, message.subject, ack, message.headers, message.payload)
         return True
 
     def _expire(self, request: _Request) -> None:
-        self.requests.remove(request)
+        self._requests.remove(request)
         self._server.tell(request.inbox, b"", status(408, "Request Timeout"))
