@@ -2,10 +2,11 @@
 as Kubernetes does, which decides by itself which worker ends."""
 
 import asyncio
-import contextvars
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +18,6 @@ from dynamo_lite.protocol.planner import (
     Want,
 )
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.serve.supervisor_socket import Orders
 from tests.simulation.network.network import Network
 from tests.simulation.supervisor import Slot
@@ -30,38 +30,9 @@ if TYPE_CHECKING:
 STATE_DIR = "/sim"
 #: Component to the beginning of its slots' names.
 SLOTS = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
-#: Longer than any drain: then it is killed.
-_DRAIN_S = 60.0
 
 _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
-
-
-class Worker:
-    """A worker that the supervisor keeps running."""
-
-    def __init__(self, component: str, slot: Slot, world: "World"):
-        self.component, self.slot, self._world = component, slot, world
-        #: When it was started for the first time.
-        self.began = world.loop.time()
-        self.retired = False
-        self.ended = False
-        #: Kubernetes ends it before others.
-        self.preferred = False
-        #: Its lease when it was retired, or told to leave.
-        self.last_lease = 0
-
-    @property
-    def lease_id(self) -> int:
-        return self._world.lease_of(self.slot.name)
-
-    @property
-    def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
-        if self.ended:
-            return "ended"
-        if self.retired:
-            return "draining"
-        return "ready" if self.slot.was_ready else "starting"
 
 
 class SimSupervisor:
@@ -72,51 +43,32 @@ class SimSupervisor:
 
     def __init__(self, world: "World", devices: int):
         self._world, self._devices = world, devices
-        self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
-        self._tasks = OwnedTasks()
         self.orders = Orders(self.counts)
 
     def listen(self, network: Network) -> None:
         """At the socket that the shipped clients open."""
         process = network.loop.add_process("supervisor")
-        server = process.run(network.create_server, lambda: _Connection(self), "supervisor", 1)
+        server = process.run(network.create_server, self._connection, "supervisor", 1)
         path = f"{STATE_DIR}/{SUPERVISOR_SOCKET}"
         network.unix_sockets[path] = server.sockets[0].getsockname()[1]
 
-    def keep(self, component: str, slot: Slot) -> None:
-        worker = Worker(component, slot, self._world)
-        self._workers[component].append(worker)
-        # The worker outlives the planner, even if a planner's call has started it.
-        until_ended = self._until_ended(worker)
-        self._tasks.start(until_ended, name=f"keeps {slot.name}", context=contextvars.Context())
-
-    @property
-    def workers(self) -> Iterable[Worker]:
-        return (one for workers in self._workers.values() for one in workers)
+    def workers(self, component: str) -> list[Slot]:
+        """In the order of their start."""
+        return [slot for slot in self._world.slots.values() if slot.component == component]
 
     def counts(self) -> dict[str, RoleCounts]:
-        free = self._devices - sum(one.phase != "ended" for one in self.workers)
-        found: dict[str, RoleCounts] = {}
-        for name, workers in self._workers.items():
-            phases = [one.phase for one in workers]
-            found[name] = RoleCounts(
-                starting=phases.count("starting"),
-                ready=phases.count("ready"),
-                draining=phases.count("draining"),
-                devices_each=1,
-                devices_free=max(free, 0),
-                leases=tuple(one.lease_id for one in workers if one.lease_id),
-            )
-        return found
+        workers = {component: self.workers(component) for component in SLOTS}
+        free = self._devices - sum(len(slots) for slots in workers.values())
+        return {name: _counts(slots, max(free, 0)) for name, slots in workers.items()}
 
     def carry_out(self, who: str, order: Want) -> None:
         """Raises Refused."""
         while (number := self.number(order.component)) < order.count:
             self.add(who, order.component)
         for worker in self.to_end(order.component, number - order.count, order.leases):
-            if worker.phase in ("starting", "ready"):
+            if worker.phase != "draining":
                 self.watcher.removing(who, worker)
-                self.end(worker)
+                worker.stop()
 
     def number(self, component: str) -> int:
         """Of its workers, without draining ones."""
@@ -128,71 +80,41 @@ class SimSupervisor:
         if not self.counts()[component].devices_free:
             raise Refused(f"{component}: no device is free", elsewhere=False)
         self.watcher.adding(who, component)
-        workers = self._workers[component]
-        taken = {one.slot.name for one in workers if not one.ended}
-        kind = SLOTS[component]
-        name = next(f"{kind}-{i}" for i in range(1000) if f"{kind}-{i}" not in taken)
-        workers[:] = [one for one in workers if one.slot.name != name]
-        self.keep(component, self._world.open_slot(name))
+        names = (f"{SLOTS[component]}-{number}" for number in itertools.count())
+        self._world.open_slot(next(name for name in names if name not in self._world.slots))
         self.watcher.added(component)
 
-    def to_end(self, component: str, number: int, leases: Sequence[int]) -> list[Worker]:
+    def to_end(self, component: str, number: int, leases: Sequence[int]) -> list[Slot]:
         """As `Fleet.to_retire`."""
-        if number <= 0:
-            return []
-        workers = self._workers[component]
-        found = [self.named(component, lease) for lease in leases]
+        workers = self.workers(component)
+        found = [one for lease in leases for one in workers if one.lease_id == lease]
         found += [one for one in reversed(workers) if one.phase == "starting"]
         found += [one for one in reversed(workers) if one.phase == "ready" and not one.lease_id]
         if len(found) < number:
             raise Refused(f"{component}: no process is starting", elsewhere=False)
-        return found[:number]
+        return found[: max(number, 0)]
 
-    def named(self, component: str, lease_id: int) -> Worker:
-        """Raises Refused."""
-        for one in self._workers[component]:
-            if lease_id in (one.lease_id, one.last_lease):
-                return one
-        raise Refused(f"{component}: no process has lease {lease_id:x}", elsewhere=False)
+    def _connection(self) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
 
-    def end(self, worker: Worker) -> None:
-        """Drains it; it is not started again."""
-        worker.last_lease = worker.lease_id
-        worker.retired = True
-        worker.slot.stop()
-
-    async def _until_ended(self, worker: Worker) -> None:
-        name = worker.slot.name
-        keeper = self._world.keeper_of(name)
-        while not keeper.done():
-            await asyncio.wait([keeper], timeout=_DRAIN_S)
-            if worker.retired and not keeper.done():
-                worker.slot.kill()
-                await asyncio.wait([keeper])
-        worker.ended = True
-        self._world.close_slot(name)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one request."""
+        carry_out = partial(self.carry_out, writer.get_extra_info("peername")[0])
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
+            request = _decode_request(await reader.readuntil(b"\n"))
+            writer.write(_encode(self.orders.answer(request, carry_out)) + b"\n")
 
 
-class _Connection(asyncio.Protocol):
-    """JSON lines."""
-
-    def __init__(self, supervisor: SimSupervisor):
-        self._supervisor = supervisor
-        self._received = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._who = transport.get_extra_info("peername")[0]
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            request = _decode_request(line)
-            carry_out = partial(self._supervisor.carry_out, self._who)
-            self._transport.write(
-                _encode(self._supervisor.orders.answer(request, carry_out)) + b"\n"
-            )
+def _counts(slots: Sequence[Slot], free: int) -> RoleCounts:
+    phases = [one.phase for one in slots]
+    return RoleCounts(
+        starting=phases.count("starting"),
+        ready=phases.count("ready"),
+        draining=phases.count("draining"),
+        devices_each=1,
+        devices_free=free,
+        leases=tuple(one.lease_id for one in slots if one.lease_id),
+    )
 
 
 class SimPods:
@@ -217,7 +139,8 @@ class SimPods:
         await self._way()
         if victim is not None:
             # The pod is still preferred when its container was restarted.
-            self._supervisor.named(component, victim.lease_id).preferred = True
+            for worker in self._supervisor.workers(component):
+                worker.preferred = worker.preferred or worker.lease_id == victim.lease_id
             await self._way()
         number = self._supervisor.number(component)
         if number not in (count, self._seen.get(component)):
@@ -229,11 +152,10 @@ class SimPods:
         await self._way()
 
     def _remove(self, component: str) -> None:
-        there = [one for one in self._supervisor.workers if one.component == component]
-        there = [one for one in there if one.phase in ("starting", "ready")]
+        there = [one for one in self._supervisor.workers(component) if one.phase != "draining"]
         worker = min(there, key=lambda one: (one.phase == "ready", not one.preferred, -one.began))
         self._supervisor.watcher.removing(self._who, worker)
-        self._supervisor.end(worker)
+        worker.stop()
 
     def owns(self, worker: EndpointRecord) -> bool:
         return True

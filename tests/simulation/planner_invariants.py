@@ -15,9 +15,9 @@ from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
-from tests.simulation.graph_supervisor import SimSupervisor, Worker
+from tests.simulation.graph_supervisor import SimSupervisor
 from tests.simulation.scenario import PlannerScenario, Step
-from tests.simulation.supervisor import NAMESPACE
+from tests.simulation.supervisor import NAMESPACE, Slot
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -89,8 +89,8 @@ class PlannerJudge:
             self._violate(f"{own} {component} were started, and {wanted} are wanted")
         self.on_step(Step("add", "ordered"))
 
-    def removing(self, who: str, worker: Worker) -> None:
-        self._may_order(who, f"the end of {worker.slot.name}")
+    def removing(self, who: str, worker: Slot) -> None:
+        self._may_order(who, f"the end of {worker.name}")
         self.judge.counts["planner removed"] += 1
         # A withdrawn start did not count for the minimum.
         if worker.phase == "ready":
@@ -100,34 +100,33 @@ class PlannerJudge:
         self._check_wanted(worker)
         self.on_step(Step("remove" if worker.phase == "ready" else "withdraw", "ordered"))
 
-    def _check_wanted(self, worker: Worker) -> None:
+    def _check_wanted(self, worker: Slot) -> None:
         """Before a worker is removed."""
         component = worker.component
         left, wanted = self.supervisor.number(component) - 1, self._number(component)
         if self._settled() and left < wanted:
-            self._violate(f"{worker.slot.name} is removed, and {wanted} {component} are wanted")
+            self._violate(f"{worker.name} is removed, and {wanted} {component} are wanted")
 
     def _number(self, component: str) -> int:
         """What is wanted."""
         role = self._wanted.roles.get(component)
         return 0 if role is None else role.count
 
-    def _check_minimum(self, worker: Worker, left: int) -> None:
+    def _check_minimum(self, worker: Slot, left: int) -> None:
         least = bounds(self.scenario.options, Role(worker.component))[0]
         if left < least:
-            self._violate(f"{worker.slot.name} is removed, and {left} are fewer than {least}")
+            self._violate(f"{worker.name} is removed, and {left} are fewer than {least}")
 
-    def _check_not_last(self, worker: Worker) -> None:
+    def _check_not_last(self, worker: Slot) -> None:
         """Checks that another worker serves, or did when the planner looked."""
         now = self.judge.now()
         seen_s = self._lease_ttl_s + _ORDER_S
-        for one in self.supervisor.workers:
-            if one.component != worker.component or one is worker or one.phase != "ready":
+        for one in self.supervisor.workers(worker.component):
+            if one is worker or one.phase != "ready":
                 continue
-            name = one.slot.name
-            if name in self._world.ready or self._left_at.get(name, -1e9) > now - seen_s:
+            if one.name in self._world.ready or self._left_at.get(one.name, -1e9) > now - seen_s:
                 return
-        self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
+        self._violate(f"{worker.name} is removed, and it is the last one that serves")
 
     # Records
 

@@ -59,10 +59,6 @@ class Planning:
     def start(self) -> None:
         self._began_at = self._loop.time()
         self.supervisor.listen(self._network)
-        for component, kind in SLOTS.items():
-            for name, slot in self._world.slots.items():
-                if name.startswith(kind):
-                    self.supervisor.keep(component, slot)
         for wish in self._scenario.wishes:
             self._loop.call_at(self._began_at + wish.at_s, self._carry_out, wish)
 
@@ -75,7 +71,7 @@ class Planning:
 
     def worker(self, slot: Slot, component: Component) -> Component:
         """The component as it starts and ends in this scenario."""
-        if not slot.name.startswith(tuple(SLOTS.values())):
+        if slot.component not in SLOTS:
             return component
         now = self._loop.time() - self._began_at
         for bad in self._scenario.bad_starts:

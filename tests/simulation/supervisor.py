@@ -6,9 +6,10 @@ as by a parent-death signal, and may be stopped or killed apart from it.
 
 import asyncio
 import contextlib
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Of every simulated graph.
 NAMESPACE = "sim"
+#: Longer than any drain.
+_DRAIN_S = 60.0
 #: After this time an operator starts an instance again that has left in order.
 _OPERATOR_S = 1.0
 _BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
@@ -38,6 +41,15 @@ _NOT_REVOKED = 0.3
 _REVOKED_AFTER_S = (-3.0, 0.3)
 
 
+#: By the beginning of their slots' names.
+COMPONENTS = {
+    "client": "Frontend",
+    "decode": "VllmWorker",
+    "prefill": "PrefillWorker",
+    "planner": "Planner",
+}
+
+
 class Slot:
     """One supervised process and its engine.
 
@@ -45,33 +57,59 @@ class Slot:
     ready.
     """
 
+    keeper: asyncio.Task[None]
+
     def __init__(self, world: "World", name: str, *, alone: bool = False):
         self.name = name
+        self.component = COMPONENTS[name.partition("-")[0]]
+        #: When it was made.
+        self.began = world.loop.time()
         #: Written by the world.
         self.was_ready = False
         self.process: SimProcess | None = None
         self.engine: SimProcess | None = None
         #: What the component got; None until it is connected.
         self.host: Host | None = None
+        #: Kubernetes ends it before others.
+        self.preferred = False
         self._world, self._loop, self._judge = world, world.loop, world.judge
         #: Of the last component that was connected; 0 until it is, and after its end.
-        self._lease_id = 0
+        self._last_lease = 0
         self._stopping, self._alone = False, alone
         self._wake = asyncio.Event()
+
+    def start(self) -> None:
+        """In the context of no process, also if a planner's call starts it."""
+        self.keeper = self._loop.create_task(
+            self.keep(), name=f"keep {self.name}", context=contextvars.Context()
+        )
 
     def processes(self) -> list[SimProcess]:
         """Those that are alive."""
         return [p for p in (self.process, self.engine) if p is not None and not p.dead]
 
+    @property
+    def lease_id(self) -> int:
+        """Of its process while that is ready; else 0."""
+        ready = self.host is not None and self.name in self._world.ready
+        return self.host.lease.id if ready and self.host is not None else 0
+
+    @property
+    def phase(self) -> Literal["starting", "ready", "draining"]:
+        if self._stopping:
+            return "draining"
+        return "ready" if self.was_ready else "starting"
+
     async def keep(self) -> None:
-        """Runs until `stop`; a process that ends before is started again."""
+        """Runs until `stop`; a process that ends before is started again. The slot leaves the world
+        at the end."""
         failures = 0
         while not self._stopping:
             began = self._loop.time()
             code = await self._run_once()
             self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
-            if code != 0 and self._lease_id:
-                await self._revoke(self._lease_id)
+            if code != 0 and self._last_lease:
+                await self._revoke(self._last_lease)
             if self._stopping or (self._alone and not self.was_ready):
                 break
             delay_s = _OPERATOR_S
@@ -80,17 +118,17 @@ class Slot:
                 failures, delay_s = restart.failures, restart.delay_s
             self._loop.trace.add(f"{self.name} ended with {code}; again in {delay_s:g} s")
             await self._pause(delay_s)
+        del self._world.slots[self.name]
 
     def stop(self) -> None:
-        """Drains it; it is not started again."""
+        """Drains it; it is not started again, and killed after some time."""
         self._stopping = True
         self._wake.set()
         self.terminate()
+        self._loop.call_later(_DRAIN_S, self.kill, context=contextvars.Context())
 
     def kill(self) -> None:
-        """SIGKILL; it is not started again."""
-        self._stopping = True
-        self._wake.set()
+        """SIGKILL."""
         if self.process is not None:
             self.process.kill()
 
@@ -133,7 +171,7 @@ class Slot:
         task = process.spawn(self._world.run(self), name=f"main {self.name}")
         task.add_done_callback(lambda _: ended.set())
         await ended.wait()
-        self._lease_id = 0 if self.host is None else self.host.lease.id
+        self._last_lease = 0 if self.host is None else self.host.lease.id
         self.host = None
         if not task.done():
             return None

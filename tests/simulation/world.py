@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -107,12 +106,6 @@ class Views:
 
 
 _GRACE_S = 20.0
-_COMPONENTS = {
-    "client": "Frontend",
-    "decode": "VllmWorker",
-    "prefill": "PrefillWorker",
-    "planner": "Planner",
-}
 #: A process that has been ready for this long is known to all others.
 _KNOWN_S = 1.0
 
@@ -153,38 +146,20 @@ class World:
         for host, ahead_s in scenario.clock_skews:
             loop.jump_wall(host, ahead_s)
         self._views = Views()
-        self._keepers: dict[str, asyncio.Task[None]] = {}
         if scenario.planner is not None:
             self.planning = Planning(self, scenario.planner)
         self.model = model_options(scenario)
 
     def start(self) -> None:
-        for name, slot in self.slots.items():
-            self._keepers[name] = self.loop.create_task(slot.keep(), name=f"keep {name}")
+        for slot in self.slots.values():
+            slot.start()
         if self.planning is not None:
             self.planning.start()
 
-    # Slots that come and go
-
-    def open_slot(self, name: str) -> Slot:
-        """Adds it to the running graph, and starts its process, in the context of no process."""
-        slot = self.slots[name] = Slot(self, name, alone=True)
-        self._keepers[name] = self.loop.create_task(
-            slot.keep(), name=f"keep {name}", context=contextvars.Context()
-        )
-        return slot
-
-    def keeper_of(self, name: str) -> asyncio.Task[None]:
-        """Ends when the slot's process has ended for good."""
-        return self._keepers[name]
-
-    def close_slot(self, name: str) -> None:
-        del self.slots[name]
-
-    def lease_of(self, name: str) -> int:
-        """Of the slot's process while it is ready; else 0."""
-        host = self.slots[name].host if name in self.ready and name in self.slots else None
-        return 0 if host is None else host.lease.id
+    def open_slot(self, name: str) -> None:
+        """Adds it to the running graph."""
+        self.slots[name] = Slot(self, name, alone=True)
+        self.slots[name].start()
 
     # Requests
 
@@ -214,12 +189,11 @@ class World:
             key for key in self.etcd.data.matching("") if self.planning is None or key != target
         ]
 
-    async def stop(self, slots: Sequence[str], within_s: float) -> None:
+    async def stop(self, slots: Sequence[Slot], within_s: float) -> None:
         """Drains these processes, all at once."""
-        for name in slots:
-            self.slots[name].stop()
-        keepers = [self._keepers[name] for name in slots]
-        _, late = await asyncio.wait(keepers, timeout=within_s)
+        for slot in slots:
+            slot.stop()
+        _, late = await asyncio.wait([slot.keeper for slot in slots], timeout=within_s)
         for task in late:
             self.judge.violate(f"{task.get_name()} did not end within {within_s:g} s")
 
@@ -232,7 +206,7 @@ class World:
         kind, _, index = slot.name.partition("-")
         spec = ProcessSpec(
             namespace=NAMESPACE,
-            component=_COMPONENTS[kind],
+            component=slot.component,
             instance=int(index),
             nats_url=URL,
             etcd_url="",
