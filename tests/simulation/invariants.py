@@ -28,6 +28,7 @@ from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
 from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import Landing, SimMover
 from tests.simulation.loop.loop import START_S, VirtualLoop
+from tests.simulation.scenario import FaultKind, Scenario
 
 #: How long a cancel may take to a prefill worker in a run without faults: until the next renewal of
 #: its claim. The step under way in the decode engine is not counted.
@@ -41,18 +42,10 @@ _MOST_TOLD = 20
 class Judge:
     """Checks the invariants of one run, and collects the violations."""
 
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        *,
-        faultless: bool = False,
-        only_broker_fails: bool = False,
-        weather: bool = False,
-    ):
-        """faultless, only_broker_fails, weather: what the scenario has of faults."""
-        self._loop, self._faultless = loop, faultless
+    def __init__(self, loop: VirtualLoop, scenario: Scenario):
+        self._loop, self._faultless = loop, not scenario.faults
         #: Whether the network may repeat messages.
-        self._repeats = weather
+        self._repeats = any(fault.kind is FaultKind.WEATHER for fault in scenario.faults)
         self.violations: list[str] = []
         #: Events by name; they show whether a run reached the states to be tested.
         self.counts: Counter[str] = Counter()
@@ -60,7 +53,9 @@ class Judge:
         self._pulled: set[str] = set()
         self._told: set[SimRequest] = set()
         self._ends_told: set[str] = set()
-        self.requests = RequestJudge(self.now, self.violate, self.counts, only_broker_fails)
+        self.requests = RequestJudge(
+            self.now, self.violate, self.counts, scenario.only_broker_fails
+        )
         self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
 
     def now(self) -> float:

@@ -87,7 +87,7 @@ class PlannerJudge:
             )
         if self._settled() and own > (wanted := self._number(component)):
             self._violate(f"{own} {component} were started, and {wanted} are wanted")
-        self.on_step(Step("add", "ordered"))
+        self.on_step(Step.ADD_ORDERED)
 
     def removing(self, who: str, worker: Slot) -> None:
         self._may_order(who, f"the end of {worker.name}")
@@ -98,7 +98,8 @@ class PlannerJudge:
         if worker.lease_id:
             self._check_not_last(worker)
         self._check_wanted(worker)
-        self.on_step(Step("remove" if worker.phase == "ready" else "withdraw", "ordered"))
+        ready = worker.phase == "ready"
+        self.on_step(Step.REMOVE_ORDERED if ready else Step.WITHDRAW_ORDERED)
 
     def _check_wanted(self, worker: Slot) -> None:
         """Before a worker is removed."""
@@ -167,7 +168,7 @@ class PlannerJudge:
         now = self.judge.now()
         if before is not None and (before.up, before.at) == (role.up, role.at):
             if role.count < before.count:
-                self.on_step(Step("withdraw", "wanted"))
+                self.on_step(Step.WITHDRAW_WANTED)
             return
         if before is not None and before.up is not role.up and component in self._changed_at:
             passed_s = now - self._changed_at[component]
@@ -179,7 +180,7 @@ class PlannerJudge:
             over = "pods" if self.scenario.pods else "a supervisor"
             self.judge.counts[f"planner moved a device over {over}"] += 1
             self._gave -= others
-        self.on_step(Step("add" if role.up else "remove", "wanted"))
+        self.on_step(Step.ADD_WANTED if role.up else Step.REMOVE_WANTED)
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""

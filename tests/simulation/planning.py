@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: A planner that is killed in a step lives for this time of it, as powers of ten. Orders are taken
 #: within some milliseconds.
-_KILLED_AFTER_S = {"wanted": (-3.3, -1.9), "ordered": (-3.3, -0.3)}
+_KILLED_IN_WANTED, _KILLED_IN_ORDERED = (-3.3, -1.9), (-3.3, -0.3)
 _RETRY_S = 1.0
 #: After this long a start that hangs ends.
 _HANGS_S = 30.0
@@ -104,7 +104,10 @@ class Planning:
         if step in self._crashes:
             self._crashes.remove(step)
             # In the moment itself an order is taken, and its sender has no answer.
-            after_s = 10 ** self._rng.uniform(*_KILLED_AFTER_S[step.phase])
+            wanted = step.endswith("wanted")
+            after_s = 10 ** self._rng.uniform(
+                *(_KILLED_IN_WANTED if wanted else _KILLED_IN_ORDERED)
+            )
             after_s *= self._rng.random() < 0.5
             self._network.call_at(self._loop.time() + after_s, self._kill_leader, step)
 

@@ -31,7 +31,7 @@ from tests.simulation.parts import (
     surroundings,
 )
 from tests.simulation.planning import Planning
-from tests.simulation.scenario import Ask, FaultKind, Scenario
+from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
 from tests.simulation.servers.etcd_data import EtcdData
 from tests.simulation.servers.nats_server import URL
@@ -116,12 +116,7 @@ class World:
     def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
         self.loop, self.scenario, self.shipped = loop, scenario, shipped
         self.network = Network(loop)
-        self.judge = Judge(
-            loop,
-            faultless=not scenario.faults,
-            only_broker_fails=scenario.only_broker_fails,
-            weather=any(fault.kind is FaultKind.WEATHER for fault in scenario.faults),
-        )
+        self.judge = Judge(loop, scenario)
         self.fabric = Fabric(
             loop.stream("fabric"),
             Wire(slowest_s=scenario.slowest_write_s),

@@ -45,8 +45,6 @@ class SimModelConfig:
     token_s: float = 0.0005
     poll_s: float = 0.02
     load_s: float = 0.2
-    #: Whether an idle engine reports its load once more.
-    tells_load: bool = False
 
 
 @dataclass
@@ -251,7 +249,7 @@ class SimEngineProcess:
 
     def _tell_load(self) -> None:
         """As vLLM does after the last request was aborted."""
-        if self.setup.config.tells_load and (load := self._load()) != self._told:
+        if (load := self._load()) != self._told:
             self._told = load
             self._deliver(Outputs(load=load))
 

@@ -37,7 +37,7 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.runtime.messaging import Messaging
 from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess
-from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, sampling_from_bytes
+from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, decode_sampling
 from tests.simulation.shipped import Shipped
 
 _START_S = 15.0
@@ -117,7 +117,7 @@ class SimEngine:
         return decode_engine_status(reply)
 
     async def submit(self, request: GenerateRequest) -> None:
-        sampling = sampling_from_bytes(request.sampling)
+        sampling = decode_sampling(request.sampling)
         done = request.output_token_ids
         prompt = [*request.prompt_token_ids, *done]
         self._check_prompt(prompt)

@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -228,23 +228,6 @@ class VirtualLoop(Scheduler):
         if process.state is SimState.DEAD:
             self._hide(task)
         return task
-
-    def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, executor: Any, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        """There are no threads: `func` runs in the loop's next turn."""
-        future: asyncio.Future[T] = self.create_future()
-
-        def work() -> None:
-            if future.cancelled():
-                return
-            try:
-                future.set_result(func(*args))
-            except Exception as exc:
-                future.set_exception(exc)
-
-        self.call_soon(work)
-        return future
 
     async def create_server(self, *args: Any, **named: Any) -> Any:
         return self._network.create_server(*args, **named)

@@ -94,13 +94,6 @@ class Network:
         self._isolated.discard(host)
         self._reconsider()
 
-    def heal_all(self) -> None:
-        if self._cuts or self._isolated:
-            self.loop.trace.add("network: all partitions end")
-        self._cuts.clear()
-        self._isolated.clear()
-        self._reconsider()
-
     # Single messages
 
     def as_the_weather_is(self, take: Callable[..., None], *args: Any) -> None:
