@@ -106,8 +106,6 @@ class NatsServer:
         self.process = process
         self.jetstream = JetStream(self)
         self.subjects: Subjects[_Subscription] = Subjects()
-        self.clients: dict[_Client, None] = {}
-        self._unsent: dict[_Client, None] | None = None
         process.run(network.create_server, lambda: _Client(self), "nats", port)
 
     def publish(
@@ -137,25 +135,6 @@ class NatsServer:
         """Sends a message to the subscribers of `inbox`, which shows them `subject`."""
         for subscription in self.subjects.matching(inbox):
             subscription.deliver(subject, reply, headers, payload)
-
-    # Sending
-
-    def send(self, client: "_Client", frame: bytes) -> None:
-        """What one turn of the server sends to a client arrives in one piece."""
-        if self._unsent is None:
-            client.transport.write(frame)
-        else:
-            self._unsent[client] = None
-            client.unsent.append(frame)
-
-    def begin(self) -> None:
-        self._unsent = {}
-
-    def flush(self) -> None:
-        unsent, self._unsent = self._unsent, None
-        for client in unsent or ():
-            client.transport.write(b"".join(client.unsent))
-            client.unsent = []
 
 
 class _Subscription:
@@ -191,11 +170,9 @@ class _Client(asyncio.Protocol):
         self._subscriptions: dict[str, _Subscription] = {}
         #: Whether it requested a status for requests to subjects without subscribers.
         self.no_responders = False
-        self.unsent: list[bytes] = []
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self._server.clients[self] = None
         facts = {
             "server_id": str(self._server.process),
             "version": "2.12.0",
@@ -207,19 +184,15 @@ class _Client(asyncio.Protocol):
         transport.write(b"INFO " + msgspec.json.encode(facts) + _CRLF)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.clients.pop(self, None)
         for sid in list(self._subscriptions):
             self.unsubscribe(sid)
 
     def data_received(self, data: bytes) -> None:
-        self._server.begin()
         for command in self._reader.feed(data):
             self._obey(command)
-        self._server.flush()
 
     def send(self, frame: bytes) -> None:
-        if self in self._server.clients:
-            self._server.send(self, frame)
+        self.transport.write(frame)
 
     def unsubscribe(self, sid: str) -> None:
         subscription = self._subscriptions.pop(sid, None)
