@@ -7,7 +7,6 @@ as by a parent-death signal, and may be stopped or killed apart from it.
 import asyncio
 import contextlib
 import contextvars
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -228,8 +227,6 @@ class FaultInjector:
         self._world, self._network = world, world.network
         #: Pauses that have ended: the name of the slot or server, start and end.
         self._paused: list[tuple[str, float, float]] = []
-        self._pauses: Counter[SimProcess] = Counter()
-        self._partitions: Counter[tuple[str, str]] = Counter()
 
     async def inject(self, fault: Fault) -> None:
         """Returns when the fault is over."""
@@ -285,29 +282,18 @@ class FaultInjector:
         return [half] if half is not None and not half.dead else []
 
     async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
-        """Pauses may overlap: a process resumes at the end of the last one."""
         began = self._network.loop.time()
         for process in processes:
-            self._pauses[process] += 1
             process.pause()
         await asyncio.sleep(for_s)
         for process in processes:
-            self._pauses[process] -= 1
-            if not self._pauses[process]:
-                process.resume()
+            process.resume()
         self._paused.append((name, began, self._network.loop.time()))
 
     async def _partition(self, fault: Fault) -> None:
-        """Partitions may overlap: hosts are reconnected at the end of the last one."""
-        network, here, there = self._network, fault.target, fault.other
-        count = self._partitions
-        count[here, there] += 1
-        if count[here, there] == 1:
-            network.cut(here, there) if there else network.isolate(here)
+        self._network.cut(fault.target, fault.other)
         await asyncio.sleep(fault.for_s)
-        count[here, there] -= 1
-        if not count[here, there]:
-            network.heal(here, there) if there else network.rejoin(here)
+        self._network.heal(fault.target, fault.other)
 
     async def _worsen_weather(self, fault: Fault) -> None:
         bad = fault.amount
