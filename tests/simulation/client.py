@@ -143,7 +143,8 @@ class SimFrontend:
                 story.end("refused: the same id is running", _now())
                 return
             self._open[ask.request_id] = story
-            await self.client.submit(self._message(ask), movable=_plan(ask))
+            seeded = not ask.sampling.greedy and ask.sampling.seed is not None
+            await self.client.submit(self._message(ask), movable=MigrationPlan(replay=seeded))
             submitted = True
             story.placed_at = _now()
             await story.ended.wait()
@@ -185,10 +186,6 @@ class SimFrontend:
         story = self._open.get(request_id)
         if story is not None:
             story.end(f"{type(error).__name__}: {error}", _now(), error)
-
-
-def _plan(ask: Ask) -> MigrationPlan:
-    return MigrationPlan(replay=not ask.sampling.greedy and ask.sampling.seed is not None)
 
 
 def _now() -> float:

@@ -78,7 +78,7 @@ def with_planner(scenario: Scenario) -> Scenario:
             pods=rng.random() < 0.4,
             options=options,
             devices=options.budget_devices + rng.choice((0, 2, 2)),
-            crashes=tuple(rng.choices(list(Step), k=rng.choice((0, 1, 2, 3)))),
+            crashes=tuple(rng.choices(list(Step), k=rng.choice((0, 1, 3, 6)))),
             bad_starts=tuple(bad_starts),
             wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
         ),
@@ -129,8 +129,8 @@ def _bad_starts(waves: Sequence[float], until_s: float, rng: random.Random) -> l
     if rng.random() < 0.5:
         return []
     from_s = max(rng.choice((*waves, rng.uniform(LOAD_FROM_S, until_s))), LOAD_FROM_S + 1.0)
-    to_s = from_s + rng.uniform(1.0, 8.0)
-    return [BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.5)]
+    to_s = from_s + rng.uniform(1.0, 12.0)
+    return [BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7)]
 
 
 def _wishes(

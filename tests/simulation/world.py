@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.lease import EtcdLease
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
@@ -33,7 +31,6 @@ from tests.simulation.parts import (
 from tests.simulation.planning import Planning
 from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
-from tests.simulation.servers.etcd_data import EtcdData
 from tests.simulation.servers.nats_server import URL
 from tests.simulation.shipped import Shipped
 from tests.simulation.supervisor import NAMESPACE, Etcd, FaultInjector, Nats, Slot
@@ -63,46 +60,6 @@ class View(AsyncIterator[WatchEvent]):
                 assert self.entries is not None
                 self.entries.pop(key, None)
         return event
-
-
-class Views:
-    """The views of all open watches."""
-
-    def __init__(self) -> None:
-        self._open: dict[View, None] = {}
-
-    @contextlib.asynccontextmanager
-    async def seen(
-        self, opened: AbstractAsyncContextManager[EtcdStore], process: SimProcess
-    ) -> AsyncIterator[EtcdStore]:
-        """Opens the store of `process`, and records its watches here."""
-        async with opened as store:
-            watch = store.watch
-
-            @contextlib.asynccontextmanager
-            async def noted(prefix: str) -> AsyncIterator[Any]:
-                async with watch(prefix) as events:
-                    view = View(process, prefix, events)
-                    self._open[view] = None
-                    try:
-                        yield view
-                    finally:
-                        del self._open[view]
-
-            store.watch = noted
-            yield store
-
-    def differing(self, data: EtcdData) -> str | None:
-        """The first watch with another content than the store; None if all agree."""
-        for view in self._open:
-            if view.process.dead:
-                continue
-            held = data.matching(view.prefix)
-            if view.entries != held:
-                keys = sorted({*held, *(view.entries or ())})
-                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
-                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
-        return None
 
 
 _GRACE_S = 20.0
@@ -140,7 +97,8 @@ class World:
         self.faults = FaultInjector(self)
         for host, ahead_s in scenario.clock_skews:
             loop.jump_wall(host, ahead_s)
-        self._views = Views()
+        #: Of all open watches.
+        self._views: dict[View, None] = {}
         if scenario.planner is not None:
             self.planning = Planning(self, scenario.planner)
         self.model = model_options(scenario)
@@ -175,7 +133,7 @@ class World:
             return f"{len(jobs)} jobs on the queue"
         if self.planning is not None and (left := self.planning.unsettled()):
             return left
-        return self.judge.unsettled() or self._views.differing(self.etcd.data)
+        return self.judge.unsettled() or self._differing_view()
 
     def left_keys(self) -> list[str]:
         """Keys in the store that should have gone with their processes."""
@@ -262,10 +220,36 @@ class World:
 
         return on_story
 
-    def open_store(self) -> AbstractAsyncContextManager[Store]:
-        """For the running process."""
+    @contextlib.asynccontextmanager
+    async def open_store(self) -> AsyncIterator[Store]:
+        """For the running process, whose watches are recorded here."""
+        process = self.loop.current_process()
         opened = self.shipped.store(ETCD_URL, backend=etcd_backend(self.network))
-        return self._views.seen(opened, self.loop.current_process())
+        async with opened as store:
+            watch = store.watch
+
+            @contextlib.asynccontextmanager
+            async def noted(prefix: str) -> AsyncIterator[Any]:
+                async with watch(prefix) as events:
+                    view = View(process, prefix, events)
+                    self._views[view] = None
+                    try:
+                        yield view
+                    finally:
+                        del self._views[view]
+
+            store.watch = noted
+            yield store
+
+    def _differing_view(self) -> str | None:
+        """The first watch with another content than the store; None if all agree."""
+        for view in self._views:
+            held = self.etcd.data.matching(view.prefix)
+            if not view.process.dead and view.entries != held:
+                keys = sorted({*held, *(view.entries or ())})
+                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
+                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
+        return None
 
     def lease_expired(self, lease_id: int) -> None:
         for slot in self.slots.values():

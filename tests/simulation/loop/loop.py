@@ -37,19 +37,16 @@ class Trace:
         self.on = on
         self.loop: VirtualLoop | None = None
         self.lines: list[tuple[float, str, str]] = []
-        self._digest = hashlib.blake2b(digest_size=8)
 
     def add(self, text: str, process: str | None = None) -> None:
         """process: the name in the line; that of the running process if None."""
         if not self.on or self.loop is None:
             return
         name = process or str(self.loop.current_process())
-        line = (self.loop.time(), name, text)
-        self.lines.append(line)
-        self._digest.update(repr(line).encode())
+        self.lines.append((self.loop.time(), name, text))
 
     def digest(self) -> str:
-        return self._digest.hexdigest()
+        return hashlib.blake2b(repr(self.lines).encode(), digest_size=8).hexdigest()
 
     def text(self) -> Iterator[str]:
         """Lines to read: seconds since the start, process, text."""

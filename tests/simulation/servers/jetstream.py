@@ -31,10 +31,6 @@ def _time_text(wall_s: float) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-class StreamFull(Exception):
-    """The stream has as many messages as it may."""
-
-
 @dataclass
 class Message:
     """A stored message."""
@@ -81,14 +77,14 @@ class SimStream:
         payload: bytes,
         message_id: str | None,
         life_s: float | None,
-    ) -> tuple[int, bool]:
-        """The message's sequence, and whether it was there already. Raises StreamFull."""
+    ) -> tuple[int, bool] | None:
+        """The message's sequence, and whether it was there already; None: the stream is full."""
         now = self._now()
         known = self._known(message_id, now)
         if known is not None:
             return known, True
         if 0 <= self._max_messages <= len(self.messages):
-            raise StreamFull
+            return None
         self.last_sequence += 1
         sequence = self.last_sequence
         expires_at = now + min(life_s or math.inf, self._max_age_s or math.inf)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tests.simulation.servers.jetstream import Consumer, SimStream, StreamFull
+from tests.simulation.servers.jetstream import Consumer, SimStream
 
 if TYPE_CHECKING:
     from tests.simulation.servers.nats_server import NatsServer
@@ -79,17 +79,12 @@ class JetStream:
     def _store(
         self, stream: SimStream, subject: str, reply: str, headers: bytes, payload: bytes
     ) -> None:
-        try:
-            life = (header(headers, "Nats-TTL") or "").removesuffix("s")
-            message_id = header(headers, "Nats-Msg-Id")
-            sequence, duplicate = stream.store(
-                subject, headers, payload, message_id, float(life) if life else None
-            )
-            answer: _Answer = {"stream": stream.name, "seq": sequence}
-            if duplicate:
-                answer = {**answer, "duplicate": True}
-        except StreamFull:
-            answer = {**_Refused(*_FULL).answer, "stream": stream.name, "seq": 0}
+        life = (header(headers, "Nats-TTL") or "").removesuffix("s")
+        message_id = header(headers, "Nats-Msg-Id")
+        stored = stream.store(subject, headers, payload, message_id, float(life) if life else None)
+        answer: _Answer = {**_Refused(*_FULL).answer, "stream": stream.name, "seq": 0}
+        if stored is not None:
+            answer = {"stream": stream.name, "seq": stored[0], "duplicate": stored[1]}
         if reply:
             self._server.deliver(reply, reply, "", b"", msgspec.json.encode(answer))
 
