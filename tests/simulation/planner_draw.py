@@ -61,7 +61,7 @@ def with_planner(scenario: Scenario) -> Scenario:
         scenario = replace(scenario, decode=decode, prefill=prefill)
     options = _options(scenario, rng, full=full)
     waves = [rng.uniform(LOAD_FROM_S, until_s - 3.0) for _ in range(rng.choice((2, 2, 3, 4)))]
-    bad_starts, wishes = _bad_starts(waves, until_s, rng), _wishes(options, waves, until_s, rng)
+    bad_starts, wishes = _bad_starts(waves, rng), _wishes(options, waves, until_s, rng)
     faults = list(scenario.faults) if rng.random() < 0.5 else []
     faults += [_fault(scenario, planners, until_s, rng) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
     if rng.random() < _LOST:
@@ -78,7 +78,7 @@ def with_planner(scenario: Scenario) -> Scenario:
             pods=rng.random() < 0.4,
             options=options,
             devices=options.budget_devices + rng.choice((0, 2, 2)),
-            crashes=tuple(rng.choices(list(Step), k=rng.choice((0, 1, 3, 6)))),
+            crashes=tuple(rng.choices(list(Step), (1, 1, 3, 3, 1, 1), k=rng.choice((0, 1, 3, 6)))),
             bad_starts=tuple(bad_starts),
             wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
         ),
@@ -124,12 +124,12 @@ def _options(scenario: Scenario, rng: random.Random, *, full: bool) -> PlannerOp
     return replace(options, budget_devices=workers, down_window_s=window_s, **limits)
 
 
-def _bad_starts(waves: Sequence[float], until_s: float, rng: random.Random) -> list[BadStarts]:
+def _bad_starts(waves: Sequence[float], rng: random.Random) -> list[BadStarts]:
     """waves: when the load rises."""
     if rng.random() < 0.5:
         return []
-    from_s = max(rng.choice((*waves, rng.uniform(LOAD_FROM_S, until_s))), LOAD_FROM_S + 1.0)
-    to_s = from_s + rng.uniform(1.0, 12.0)
+    from_s = max(rng.choice((*waves, min(waves), min(waves))), LOAD_FROM_S + 1.0)
+    to_s = from_s + rng.uniform(3.0, 15.0)
     return [BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7)]
 
 
