@@ -63,10 +63,10 @@ class Mutant:
 def after_start(component: type[C], change: Callable[[C, Host], None]) -> type[C]:
     """change: called with each component of this kind that has started."""
 
-    class Changed(component):
+    class Changed(component):  # pyright: ignore[reportGeneralTypeIssues]
         async def start(self, host: Host) -> dict[str, Any]:
             facts = await super().start(host)
-            change(self, host)
+            change(self, host)  # pyright: ignore[reportArgumentType]
             return facts
 
     return Changed
