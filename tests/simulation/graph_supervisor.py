@@ -20,7 +20,7 @@ from dynamo_lite.protocol.planner import (
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.supervisor_socket import Orders
 from tests.simulation.network.network import Network
-from tests.simulation.supervisor import Slot
+from tests.simulation.supervisor import COMPONENTS, Slot
 
 if TYPE_CHECKING:
     from tests.simulation.planner_invariants import PlannerJudge
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Of the graph; there is no such folder.
 STATE_DIR = "/sim"
 #: Component to the beginning of its slots' names.
-SLOTS = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
+SLOTS = {COMPONENTS[kind]: kind for kind in ("decode", "prefill")}
 
 _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
