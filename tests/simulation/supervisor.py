@@ -90,8 +90,8 @@ class Slot:
     @property
     def lease_id(self) -> int:
         """Of its process while that is ready; else 0."""
-        ready = self.host is not None and self.name in self._world.ready
-        return self.host.lease.id if ready and self.host is not None else 0
+        host = self.host if self.name in self._world.ready else None
+        return 0 if host is None else host.lease.id
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining"]:
