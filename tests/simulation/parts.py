@@ -30,9 +30,9 @@ from dynamo_lite.serve.services.vllm_backend import VllmBackend, decode_role, pr
 from tests.simulation.engine.assembly import EngineSetup, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.loop.process import SimProcess
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import Scenario
 from tests.simulation.servers.nats_server import URL
-from tests.simulation.supervisor import NAMESPACE, Slot
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -15,9 +15,9 @@ from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
-from tests.simulation.graph_supervisor import SimSupervisor
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import PlannerScenario, Step
-from tests.simulation.supervisor import NAMESPACE, Slot
+from tests.simulation.supervisor import SimSupervisor
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

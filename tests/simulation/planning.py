@@ -15,10 +15,10 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.protocol.planner import WantedRecord
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
-from tests.simulation.graph_supervisor import SLOTS, SimPods, SimSupervisor
 from tests.simulation.planner_invariants import PlannerJudge
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import PlannerScenario, Step, Wish
-from tests.simulation.supervisor import NAMESPACE, Slot
+from tests.simulation.supervisor import SLOTS, SimPods, SimSupervisor
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -104,10 +104,8 @@ class Planning:
         if step in self._crashes:
             self._crashes.remove(step)
             # In the moment itself an order is taken, and its sender has no answer.
-            wanted = step.endswith("wanted")
-            after_s = 10 ** self._rng.uniform(
-                *(_KILLED_IN_WANTED if wanted else _KILLED_IN_ORDERED)
-            )
+            limits = _KILLED_IN_WANTED if step.endswith("wanted") else _KILLED_IN_ORDERED
+            after_s = 10 ** self._rng.uniform(*limits)
             after_s *= self._rng.random() < 0.5
             self._network.call_at(self._loop.time() + after_s, self._kill_leader, step)
 

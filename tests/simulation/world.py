@@ -15,7 +15,6 @@ from dynamo_lite.serve.services.decode_worker import VllmWorker
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import SimFrontend, Story
 from tests.simulation.engine.mover import Fabric, Wire
-from tests.simulation.graph_supervisor import STATE_DIR
 from tests.simulation.intruder import Intruder
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
@@ -29,11 +28,12 @@ from tests.simulation.parts import (
     surroundings,
 )
 from tests.simulation.planning import Planning
+from tests.simulation.processes import NAMESPACE, Etcd, FaultInjector, Nats, Slot
 from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
 from tests.simulation.servers.nats_server import URL
 from tests.simulation.shipped import Shipped
-from tests.simulation.supervisor import NAMESPACE, Etcd, FaultInjector, Nats, Slot
+from tests.simulation.supervisor import STATE_DIR
 
 
 class View(AsyncIterator[WatchEvent]):
