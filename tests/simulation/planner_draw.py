@@ -28,7 +28,8 @@ _FULL = 0.3
 _LOPSIDED = ((2, 1), (3, 1), (1, 2), (1, 3))
 #: How often a worker is lost for long.
 _LOST = 0.15
-
+#: Few runs have withdrawals.
+_STEP_WEIGHTS = [3 if step.startswith("withdraw") else 1 for step in Step]
 #: Faults of planners, and of the servers that they need.
 _KINDS = (
     FaultKind.CRASH,
@@ -78,7 +79,7 @@ def with_planner(scenario: Scenario) -> Scenario:
             pods=rng.random() < 0.4,
             options=options,
             devices=options.budget_devices + rng.choice((0, 2, 2)),
-            crashes=tuple(rng.choices(list(Step), (1, 1, 3, 3, 1, 1), k=rng.choice((0, 1, 3, 6)))),
+            crashes=tuple(rng.choices(list(Step), _STEP_WEIGHTS, k=rng.choice((0, 1, 3, 6)))),
             bad_starts=tuple(bad_starts),
             wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
         ),
