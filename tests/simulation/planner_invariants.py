@@ -207,12 +207,12 @@ class PlannerJudge:
     def _may_order(self, who: str, what: str) -> None:
         if self.scenario.is_dry(int(who.partition("-")[2])):
             self._violate(f"{who} orders {what}, and it is in a dry run")
-        host = self._world.slots[who].host
-        if host is None:
+        slot = self._world.slots.get(who)
+        if slot is None or slot.host is None:
             return
         recent = self.judge.now() - self._lease_ttl_s
         if not any(
-            reign.lease_id == host.lease.id and (reign.until is None or reign.until >= recent)
+            reign.lease_id == slot.host.lease.id and (reign.until is None or reign.until >= recent)
             for reign in self.reigns
         ):
             self._violate(f"{who} orders {what}, and it does not lead")

@@ -118,9 +118,9 @@ class World:
 
     def ask(self, ask: Ask) -> None:
         """Sends the request to its client, if that runs."""
-        slot = self.slots[f"client-{ask.client}"]
-        client = self.clients.get(slot.name)
-        if client is not None and slot.process is not None and not slot.process.dead:
+        slot = self.slots.get(f"client-{ask.client}")
+        client = None if slot is None else self.clients.get(slot.name)
+        if slot is not None and client is not None and slot.process is not None:
             self.loop.call_soon(client.ask, ask, context=slot.process.context.copy())
 
     def unsettled(self) -> str | None:
