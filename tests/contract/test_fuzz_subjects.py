@@ -36,6 +36,7 @@ from tests.simulation.engine.model import first_wrong
 from tests.simulation.engine.mover import Wire
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
+from tests.simulation.scenario import Scenario
 from tests.twins.queue import MemoryQueue
 
 FUZZ = settings(derandomize=True)
@@ -236,7 +237,7 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
     async def script(pair: Pair) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        judge = Judge(loop)
+        judge = Judge(loop, Scenario(seed=0, quiet_at_s=0.0))
         judge.engine_started(pair.engines["decode"])
         pair.fabric.on_landing = judge.landing
         attack = Attack(pair, rng)
@@ -249,7 +250,7 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         await attacking
         assert judge.violations == []
         await pair.until(lambda: not pair.jobs.working)
-        await pair.until(lambda: not any(e.core.pool.taken() for e in pair.engines.values()))
+        await pair.until(lambda: not any(e.pool.taken() for e in pair.engines.values()))
         judge.check_caches()
         await pair.until(lambda: judge.unsettled() is None)
         assert judge.violations == []

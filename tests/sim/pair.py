@@ -16,7 +16,7 @@ from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import decode_engine
@@ -26,10 +26,7 @@ from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
 from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
-from tests.simulation.engine.model import (
-    Sampling,
-    sampling_to_bytes,
-)
+from tests.simulation.engine.model import Sampling
 from tests.simulation.engine.mover import Fabric, Wire
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.shipped import Shipped
@@ -196,7 +193,7 @@ class Pair:
             GenerateRequest(
                 request_id=name,
                 prompt_token_ids=prompt,
-                sampling=sampling_to_bytes(sampling),
+                sampling=encode(sampling),
                 arrival_time=0.0,
                 **more,
             )
@@ -209,10 +206,10 @@ class Pair:
 
     async def idle(self) -> None:
         """Returns when nothing is under way. Every block of both pools is free then."""
-        await self.until(lambda: not any(e.core.scheduler.has_work for e in self.engines.values()))
+        await self.until(lambda: not any(e.scheduler.has_work for e in self.engines.values()))
         await self.until(lambda: not self.jobs.working)
         for engine in self.engines.values():
-            assert engine.core.pool.taken() == []
+            assert engine.pool.taken() == []
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

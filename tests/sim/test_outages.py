@@ -54,10 +54,10 @@ async def test_a_push_without_an_answer_is_ambiguous(
     cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
 ):
     decode, prefill = queues
-    cluster.network.isolate("nats")
+    cluster.network.cut("nats")
     with pytest.raises(PushAmbiguous):
         await decode.push(b"a", message_id="a")
-    cluster.network.heal_all()
+    cluster.network.heal("nats")
     job = await prefill.pull(timeout_s=5)
     assert job is not None and job.payload == b"a"
     await job.ack()

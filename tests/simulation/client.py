@@ -16,6 +16,7 @@ from typing import Any
 
 from dynamo_lite.disagg.attempts.ledger import AttemptState
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
@@ -33,7 +34,6 @@ from tests.simulation.engine.model import (
     SimRequest,
     SimRequestStatus,
     first_wrong,
-    sampling_to_bytes,
 )
 from tests.simulation.scenario import Ask
 from tests.simulation.shipped import Shipped
@@ -59,10 +59,12 @@ class Story:
     ends: list[str] = field(default_factory=list[str])
     error: DynamoLiteError | None = None
     ended_at: float | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, how: str, at: float, error: DynamoLiteError | None = None) -> None:
         self.ends.append(how)
         self.ended_at, self.error = at, error or self.error
+        self.ended.set()
 
 
 class SimFrontend:
@@ -71,7 +73,7 @@ class SimFrontend:
     def __init__(self, spec: ProcessSpec, on_story: Callable[[Story], None], shipped: Shipped):
         self._spec, self._on_story, self._shipped = spec, on_story, shipped
         self._stack = AsyncExitStack()
-        self._open: dict[str, tuple[Story, asyncio.Future[None]]] = {}
+        self._open: dict[str, Story] = {}
         #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
@@ -136,16 +138,16 @@ class SimFrontend:
         assert self.client is not None
         ask = story.ask
         submitted = False
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             if ask.request_id in self._open:
                 story.end("refused: the same id is running", _now())
                 return
-            self._open[ask.request_id] = story, ended
-            await self.client.submit(self._message(ask), movable=_plan(ask))
+            self._open[ask.request_id] = story
+            seeded = not ask.sampling.greedy and ask.sampling.seed is not None
+            await self.client.submit(self._message(ask), movable=MigrationPlan(replay=seeded))
             submitted = True
             story.placed_at = _now()
-            await ended
+            await story.ended.wait()
         except DynamoLiteError as exc:
             story.end(f"{type(exc).__name__}: {exc}", _now(), exc)
         except asyncio.CancelledError:
@@ -154,14 +156,14 @@ class SimFrontend:
             if submitted:
                 await self.client.abort([ask.request_id])
         finally:
-            if self._open.get(ask.request_id, (None,))[0] is story:
+            if self._open.get(ask.request_id) is story:
                 del self._open[ask.request_id]
 
     def _message(self, ask: Ask) -> GenerateRequest:
         return GenerateRequest(
             request_id=ask.request_id,
             prompt_token_ids=list(ask.prompt),
-            sampling=sampling_to_bytes(ask.sampling),
+            sampling=encode(ask.sampling),
             arrival_time=0.0,
             priority=_priority(ask),
             timeout_s=ask.timeout_s,
@@ -169,10 +171,9 @@ class SimFrontend:
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
-            found = self._open.get(delta.request_id)
-            if found is None:
+            story = self._open.get(delta.request_id)
+            if story is None:
                 continue
-            story, ended = found
             if story.ends:
                 story.ends.append(f"a delta after its end: {delta}")
                 continue
@@ -180,19 +181,11 @@ class SimFrontend:
             story.prompts_told += delta.prefill is not None
             if delta.finish_reason is not None:
                 story.end(delta.finish_reason, _now())
-                if not ended.done():
-                    ended.set_result(None)
 
     def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
-        found = self._open.get(request_id)
-        if found is not None:
-            found[0].end(f"{type(error).__name__}: {error}", _now(), error)
-            if not found[1].done():
-                found[1].set_result(None)
-
-
-def _plan(ask: Ask) -> MigrationPlan:
-    return MigrationPlan(replay=not ask.sampling.greedy and ask.sampling.seed is not None)
+        story = self._open.get(request_id)
+        if story is not None:
+            story.end(f"{type(error).__name__}: {error}", _now(), error)
 
 
 def _now() -> float:
@@ -227,7 +220,7 @@ class CancelWatch:
         if not isinstance(halves, DecodeHalves):
             return
         for request_id, waited in waited_s.items():
-            request = engine.core.scheduler.requests.get(request_id)
+            request = engine.scheduler.requests.get(request_id)
             if request is None:
                 self.counts["abort over"] += 1
                 continue

@@ -28,6 +28,7 @@ from tests.simulation.engine.halves import DecodeHalves, PrefillHalves
 from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import Landing, SimMover
 from tests.simulation.loop.loop import START_S, VirtualLoop
+from tests.simulation.scenario import FaultKind, Scenario
 
 #: How long a cancel may take to a prefill worker in a run without faults: until the next renewal of
 #: its claim. The step under way in the decode engine is not counted.
@@ -41,18 +42,10 @@ _MOST_TOLD = 20
 class Judge:
     """Checks the invariants of one run, and collects the violations."""
 
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        *,
-        faultless: bool = False,
-        only_broker_fails: bool = False,
-        weather: bool = False,
-    ):
-        """faultless, only_broker_fails, weather: what the scenario has of faults."""
-        self._loop, self._faultless = loop, faultless
+    def __init__(self, loop: VirtualLoop, scenario: Scenario):
+        self._loop, self._faultless = loop, not scenario.faults
         #: Whether the network may repeat messages.
-        self._repeats = weather
+        self._repeats = any(fault.kind is FaultKind.WEATHER for fault in scenario.faults)
         self.violations: list[str] = []
         #: Events by name; they show whether a run reached the states to be tested.
         self.counts: Counter[str] = Counter()
@@ -60,7 +53,9 @@ class Judge:
         self._pulled: set[str] = set()
         self._told: set[SimRequest] = set()
         self._ends_told: set[str] = set()
-        self.requests = RequestJudge(self.now, self.violate, self.counts, only_broker_fails)
+        self.requests = RequestJudge(
+            self.now, self.violate, self.counts, scenario.only_broker_fails
+        )
         self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
 
     def now(self) -> float:
@@ -75,8 +70,8 @@ class Judge:
 
     def engine_started(self, engine: SimEngineProcess) -> None:
         self._engines[engine.mover] = engine
-        engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
-        engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
+        engine.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
+        engine.on_abort = lambda ids: self.cancels.aborting(engine, ids)
         engine.on_late_write = lambda: self.counts.update(["engines ended by a late write"])
 
     def engine_died(self, engine: SimEngineProcess) -> None:
@@ -124,7 +119,7 @@ class Judge:
         role = engine.setup.engine_config.role
         if not isinstance(role, DecodeEngineConfig):
             return
-        for request in engine.core.scheduler.waiting_for_kv():
+        for request in engine.scheduler.waiting_for_kv():
             over_s = scheduled_at - request.parked_at - role.options.remote_prefill_timeout_s
             if over_s > 0 and request not in self._told:
                 self._told.add(request)
@@ -199,8 +194,8 @@ class Judge:
     def check_caches(self) -> None:
         """Each block of a prefix cache must contain the KV of its key."""
         for engine in self._engines.values():
-            for block, key in engine.core.pool.cached():
-                if not engine.core.memory.ends_with(block, key):
+            for block, key in engine.pool.cached():
+                if not engine.memory.ends_with(block, key):
                     self.violate(
                         f"{engine.setup.address}: block {block} does not hold what it is cached for"
                     )
@@ -253,16 +248,16 @@ def _ownership(
 
 def _blocks(engine: SimEngineProcess, landing: Landing) -> list[int]:
     """The ids of the engine's blocks that it covers."""
-    memory = engine.core.memory
+    memory = engine.memory
     at = landing.address - memory.base
     return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
 
 
 def _engine_unsettled(engine: SimEngineProcess) -> str | None:
-    core, halves = engine.core, engine.halves
-    if core.scheduler.requests:
-        return f"requests {', '.join(core.scheduler.requests)}"
-    if taken := core.pool.taken():
+    halves = engine.halves
+    if requests := engine.scheduler.requests:
+        return f"requests {', '.join(requests)}"
+    if taken := engine.pool.taken():
         return f"blocks {taken} are taken"
     if isinstance(halves, DecodeHalves) and (what := halves.unsettled()):
         return what

@@ -54,7 +54,7 @@ from dynamo_lite.runtime.store import Lease
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.planner_mutants import PLANNER_MUTANTS
-from tests.simulation.shipped import Mutant, Shipped
+from tests.simulation.shipped import Mutant, Shipped, after_start
 
 
 class _NoClaim(Ledger):
@@ -237,15 +237,7 @@ def _hold_too_many(worker: PrefillWorker, host: Host) -> None:
 
 
 def _worker(violates: str, change: Callable[[PrefillWorker, Host], None]) -> Mutant:
-    """change: called with each prefill worker that has started."""
-
-    class Changed(PrefillWorker):
-        async def start(self, host: Host) -> dict[str, Any]:
-            facts = await super().start(host)
-            change(self, host)
-            return facts
-
-    return Mutant(violates, Shipped(prefill_worker=Changed))
+    return Mutant(violates, Shipped(prefill_worker=after_start(PrefillWorker, change)))
 
 
 class _DeliversTwice(JetStreamQueue):

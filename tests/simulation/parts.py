@@ -30,9 +30,9 @@ from dynamo_lite.serve.services.vllm_backend import VllmBackend, decode_role, pr
 from tests.simulation.engine.assembly import EngineSetup, SimModelConfig
 from tests.simulation.engine.engine import SimEngine
 from tests.simulation.loop.process import SimProcess
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import Scenario
 from tests.simulation.servers.nats_server import URL
-from tests.simulation.supervisor import NAMESPACE, Slot
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -47,7 +47,6 @@ def model_options(scenario: Scenario) -> SimModelConfig:
         num_blocks=scenario.num_blocks,
         max_model_len=4 * (scenario.num_blocks - 1),
         token_s=scenario.token_s,
-        tells_load=scenario.planner is not None,
     )
 
 
@@ -203,13 +202,11 @@ class SimParts(VllmBackend):
             rng=self.rng,
             until=until,
         )
-        # A planner reads them.
-        metrics = RemotePrefillMetrics(host.registry) if self.world.model.tells_load else None
+        metrics = RemotePrefillMetrics(host.registry)
 
         def count(counts: dict[str, Any]) -> None:
             self.world.judge.count_engine(counts)
-            if metrics is not None:
-                metrics.apply(counts)
+            metrics.apply(counts)
 
         return SimEngine(
             setup,
@@ -272,23 +269,21 @@ class SimStatus:
         return generate_latest(self._registry.restricted_registry(WANTED))
 
 
+@dataclass
 class _Answers(asyncio.Protocol):
     """HTTP/1.0: one request for each connection. answer: the body for a path; None: not found."""
 
-    def __init__(self, answer: Callable[[bytes], bytes | None]):
-        self._answer = answer
+    answer: Callable[[bytes], bytes | None]
+    transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        body = self._answer(data.split(b" ", 2)[1])
-        if body is not None:
-            self._transport.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
-        else:
-            self._transport.write(b"HTTP/1.0 404 Not Found\r\n\r\n")
-        self._transport.close()
+        body = self.answer(data.split(b" ", 2)[1])
+        head = b"404 Not Found" if body is None else b"200 OK"
+        self.transport.write(b"HTTP/1.0 " + head + b"\r\n\r\n" + (body or b""))
+        self.transport.close()
 
 
 def surroundings(world: "World", process: SimProcess) -> ProcessEnvironment:

@@ -22,21 +22,14 @@ from tests.simulation.scenario import (
 
 #: One seed of this many has a planner. All other seeds are the same as without planners.
 EVERY = 10
-#: In one of this many seeds a worker is lost for long.
-_LOST_EVERY = 100
-#: At these, of as many, additions are resumed, and workers leave whose writes go on.
-_RESUMED, _LEFT = 39, 99
-#: In one of this many other seeds the budget is full: a role gets a device when another gives one.
-_FULL_EVERY = 50
-
-_STEPS = (
-    Step("add", "wanted"),
-    Step("add", "ordered"),
-    Step("withdraw", "wanted"),
-    Step("withdraw", "ordered"),
-    Step("remove", "wanted"),
-    Step("remove", "ordered"),
-)
+#: How often the budget is full, so that a role gets a device when another one has given it; decode
+#: and prefill workers then.
+_FULL = 0.3
+_LOPSIDED = ((2, 1), (3, 1), (1, 2), (1, 3))
+#: How often a worker is lost for long.
+_LOST = 0.15
+#: Few runs have withdrawals.
+_STEP_WEIGHTS = [3 if step.startswith("withdraw") else 1 for step in Step]
 #: Faults of planners, and of the servers that they need.
 _KINDS = (
     FaultKind.CRASH,
@@ -63,165 +56,57 @@ def with_planner(scenario: Scenario) -> Scenario:
     until_s = LOAD_FROM_S + rng.uniform(12.0, 20.0)
     one_is_dry = rng.random() < 0.2
     planners = rng.choice((1, 1, 2)) + one_is_dry
-    options = _options(scenario, rng)
+    full = rng.random() < _FULL
+    if full:
+        decode, prefill = rng.choice(_LOPSIDED)
+        scenario = replace(scenario, decode=decode, prefill=prefill)
+    options = _options(scenario, rng, full=full)
     waves = [rng.uniform(LOAD_FROM_S, until_s - 3.0) for _ in range(rng.choice((2, 2, 3, 4)))]
-    crashes = rng.sample(_STEPS, rng.choice((0, 1, 2, 3)))
-    planner = PlannerScenario(
-        planners=planners,
-        one_is_dry=one_is_dry,
-        pods=rng.random() < 0.4,
-        options=options,
-        devices=options.budget_devices + rng.choice((0, 2, 2)),
-        crashes=tuple(crashes),
-        bad_starts=_bad_starts(waves, until_s, rng),
-        wishes=_wishes(options, until_s, rng),
-    )
+    bad_starts, wishes = _bad_starts(waves, rng), _wishes(options, waves, until_s, rng)
     faults = list(scenario.faults) if rng.random() < 0.5 else []
     faults += [_fault(scenario, planners, until_s, rng) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
-    faults.sort(key=lambda fault: fault.at_s)
+    if rng.random() < _LOST:
+        crash, lost, wish = _loss(scenario, rng)
+        faults, bad_starts, wishes = [*faults, crash], [lost], [*wishes, wish]
+        until_s = max(until_s, lost.to_s)
     scenario = replace(
         scenario,
         profile="planner",
         token_s=rng.choice((0.003, 0.006, 0.01)),
-        planner=planner,
-        faults=tuple(faults),
+        planner=PlannerScenario(
+            planners=planners,
+            one_is_dry=one_is_dry,
+            pods=rng.random() < 0.4,
+            options=options,
+            devices=options.budget_devices + rng.choice((0, 2, 2)),
+            crashes=tuple(rng.choices(list(Step), _STEP_WEIGHTS, k=rng.choice((0, 1, 3, 6)))),
+            bad_starts=tuple(bad_starts),
+            wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
+        ),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         quiet_at_s=max(until_s, *(f.at_s + f.for_s for f in faults), scenario.quiet_at_s),
     )
     asks = [*scenario.asks, *_waves(scenario, waves, rng)]
-    scenario = replace(scenario, asks=tuple(sorted(asks, key=lambda ask: ask.at_s)))
-    if scenario.seed % _LOST_EVERY == _LOST_EVERY - EVERY - 1:
-        return _with_lost_worker(scenario, planner, random.Random(f"lost/{scenario.seed}"))
-    if scenario.seed % _LOST_EVERY == _RESUMED:
-        return _with_resumed_additions(scenario, planner, random.Random(f"adds/{scenario.seed}"))
-    if scenario.seed % _LOST_EVERY == _LEFT:
-        return _with_writers_that_leave(scenario, planner, random.Random(f"left/{scenario.seed}"))
-    if scenario.seed % _FULL_EVERY == 2 * EVERY - 1:
-        return _with_full_budget(scenario, planner, waves, random.Random(f"full/{scenario.seed}"))
-    return scenario
+    return replace(scenario, asks=tuple(sorted(asks, key=lambda ask: ask.at_s)))
 
 
-def _with_lost_worker(scenario: Scenario, planner: PlannerScenario, rng: random.Random) -> Scenario:
-    """One of two workers of a role crashes and does not come back for long. Meanwhile an operator
-    wants only one."""
+def _loss(scenario: Scenario, rng: random.Random) -> tuple[Fault, BadStarts, Wish]:
+    """A worker crashes and does not come back for long. Meanwhile an operator wants only one."""
     role = rng.choice(tuple(Role))
-    options = replace(planner.options, budget_devices=6, decode_min=1)
     at_s = LOAD_FROM_S + rng.uniform(0.0, 3.0)
-    gone_s = scenario.lease_ttl_s + 5.0
-    slot = f"{role.word}-{rng.randrange(2)}"
-    crash = Fault(at_s=at_s, kind=FaultKind.CRASH, target=slot)
-    wish = Wish(at_s=at_s + gone_s, component=role, count=1)
-    lost = BadStarts(from_s=at_s, to_s=at_s + gone_s + 4.0, hang=True, restarts=True)
-    return replace(
-        scenario,
-        decode=2,
-        prefill=2,
-        faults=(crash,),
-        quiet_at_s=max(scenario.quiet_at_s, lost.to_s),
-        planner=replace(planner, options=options, bad_starts=(lost,), wishes=(wish,), crashes=()),
+    wanted_s = at_s + scenario.lease_ttl_s + 5.0
+    return (
+        Fault(at_s=at_s, kind=FaultKind.CRASH, target=f"{role.word}-{rng.randrange(2)}"),
+        BadStarts(from_s=at_s, to_s=wanted_s + 4.0, hang=True, restarts=True),
+        Wish(at_s=wanted_s, component=role, count=1),
     )
 
 
-def _with_resumed_additions(
-    scenario: Scenario, planner: PlannerScenario, rng: random.Random
-) -> Scenario:
-    """An operator wants more workers, and the planner is killed when that is ordered."""
-    options = replace(
-        planner.options, budget_devices=8, prefill_max=4, decode_min=1, decode_max=4, start_s=2.0
-    )
-    at_s = LOAD_FROM_S + rng.uniform(0.5, 3.0)
-    wishes = tuple(
-        Wish(at_s=at_s + rng.uniform(0.0, 6.0), component=component, count=rng.choice((3, 4)))
-        for component in Role
-    )
-    return replace(
-        scenario,
-        decode=1,
-        prefill=1,
-        faults=(),
-        planner=replace(
-            planner,
-            options=options,
-            devices=10,
-            bad_starts=(),
-            wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
-            crashes=(Step("add", "wanted"), Step("add", "wanted")),
-        ),
-    )
-
-
-def _with_writers_that_leave(
-    scenario: Scenario, planner: PlannerScenario, rng: random.Random
-) -> Scenario:
-    """Pods are removed while writes are slow and many clients leave: a worker without requests may
-    still be written into, or write."""
-    options = replace(planner.options, budget_devices=8, decode_min=1)
-    waves = [ask.at_s for ask in scenario.asks]
-    wishes = tuple(
-        Wish(at_s=rng.choice(waves) + rng.uniform(0.0, 0.5), component=component, count=count)
-        for component in Role
-        for count in (1, 2, 1)
-    )
-    asks = tuple(
-        replace(ask, cancel_after_s=rng.uniform(0.02, 0.6)) if rng.random() < 0.7 else ask
-        for ask in scenario.asks
-    )
-    return replace(
-        scenario,
-        decode=2,
-        prefill=2,
-        slowest_write_s=0.8,
-        faults=(),
-        asks=asks,
-        planner=replace(
-            planner,
-            pods=True,
-            options=options,
-            bad_starts=(),
-            wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
-            crashes=(),
-        ),
-    )
-
-
-def _with_full_budget(
-    scenario: Scenario, planner: PlannerScenario, waves: Sequence[float], rng: random.Random
-) -> Scenario:
-    """One role has all workers but one, for as long as the load lasts. waves: when it rises."""
-    many = rng.choice((2, 3))
-    decode, prefill = rng.choice(((many, 1), (many, 1), (1, many)))
-    options = replace(
-        planner.options,
-        budget_devices=many + 1,
-        prefill_max=4,
-        decode_min=1,
-        decode_max=4,
-        down_window_s=rng.uniform(5.0, 20.0),
-        cooldown_s=rng.uniform(0.3, 1.0),
-    )
-    bad_starts = planner.bad_starts
-    if rng.random() < 0.5:
-        from_s = max(min(waves), LOAD_FROM_S + 1.0)
-        to_s = from_s + rng.uniform(4.0, 15.0)
-        bad_starts = (BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7),)
-    crashes = (*planner.crashes, *rng.sample(_STEPS, 2))
-    return replace(
-        scenario,
-        decode=decode,
-        prefill=prefill,
-        planner=replace(
-            planner,
-            options=options,
-            devices=options.budget_devices + rng.choice((0, 2)),
-            crashes=tuple(dict.fromkeys(crashes)),
-            bad_starts=bad_starts,
-        ),
-    )
-
-
-def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
+def _options(scenario: Scenario, rng: random.Random, *, full: bool) -> PlannerOptions:
     """The usual options, in seconds instead of minutes."""
-    return PlannerOptions(
-        budget_devices=max(scenario.decode + scenario.prefill, rng.choice((3, 4, 5, 6))),
+    workers = scenario.decode + scenario.prefill
+    options = PlannerOptions(
+        budget_devices=max(workers, rng.choice((3, 4, 5, 6, 8))),
         prefill_min=1,
         prefill_max=rng.choice((2, 3, 4)),
         decode_min=rng.choice((1, 1, 2)),
@@ -232,30 +117,34 @@ def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
         start_s=rng.uniform(0.5, 2.0),
         start_timeout_s=rng.uniform(2.5, 5.0),
     )
+    if not full:
+        return options
+    # What is idle is not removed before another role needs its device.
+    window_s = rng.uniform(5.0, 20.0)
+    limits = {"prefill_max": 4, "decode_min": 1, "decode_max": 4}
+    return replace(options, budget_devices=workers, down_window_s=window_s, **limits)
 
 
-def _bad_starts(
-    waves: Sequence[float], until_s: float, rng: random.Random
-) -> tuple[BadStarts, ...]:
+def _bad_starts(waves: Sequence[float], rng: random.Random) -> list[BadStarts]:
     """waves: when the load rises."""
     if rng.random() < 0.5:
-        return ()
-    from_s = max(rng.choice((*waves, rng.uniform(LOAD_FROM_S, until_s))), LOAD_FROM_S + 1.0)
-    to_s = from_s + rng.uniform(1.0, 8.0)
-    return (BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.5),)
+        return []
+    from_s = max(rng.choice((*waves, min(waves), min(waves))), LOAD_FROM_S + 1.0)
+    to_s = from_s + rng.uniform(3.0, 15.0)
+    return [BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7)]
 
 
-def _wishes(options: PlannerOptions, until_s: float, rng: random.Random) -> tuple[Wish, ...]:
+def _wishes(
+    options: PlannerOptions, waves: Sequence[float], until_s: float, rng: random.Random
+) -> list[Wish]:
+    """Half of them while there is work."""
     wishes: list[Wish] = []
     for _ in range(rng.choice((0, 1, 2, 3, 4))):
         role = rng.choice(tuple(Role))
-        wish = Wish(
-            at_s=rng.uniform(LOAD_FROM_S, until_s),
-            component=role,
-            count=rng.randint(*bounds(options, role)),
-        )
-        wishes.append(wish)
-    return tuple(sorted(wishes, key=lambda wish: wish.at_s))
+        at_s = rng.choice((rng.uniform(LOAD_FROM_S, until_s), rng.choice(waves) + rng.random()))
+        count = rng.randint(*bounds(options, role))
+        wishes.append(Wish(at_s=at_s, component=role, count=count))
+    return wishes
 
 
 def _fault(scenario: Scenario, planners: int, until_s: float, rng: random.Random) -> Fault:
@@ -278,6 +167,7 @@ def _fault(scenario: Scenario, planners: int, until_s: float, rng: random.Random
 def _waves(scenario: Scenario, waves: Sequence[float], rng: random.Random) -> list[Ask]:
     """Bursts of many requests, with pauses in which fewer workers would do."""
     asks: list[Ask] = []
+    leaving = rng.choice((0.15, 0.15, 0.7))
     for number, from_s in enumerate(waves):
         lasts_s = rng.uniform(1.5, 4.0)
         longest = min(120, 4 * (scenario.num_blocks - 1) - 20)
@@ -291,7 +181,7 @@ def _waves(scenario: Scenario, waves: Sequence[float], rng: random.Random) -> li
                 prompt=tuple(rng.randrange(VOCABULARY) for _ in range(length)),
                 sampling=Sampling(max_tokens=rng.randint(4, min(40, room))),
                 timeout_s=rng.uniform(15.0, 25.0),
-                cancel_after_s=rng.uniform(0.0, 2.0) if rng.random() < 0.15 else None,
+                cancel_after_s=rng.uniform(0.0, 2.0) if rng.random() < leaving else None,
             )
             asks.append(ask)
     return asks

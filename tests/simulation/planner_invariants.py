@@ -15,9 +15,9 @@ from dynamo_lite.planner.policy.limits import bounds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.planner import LeaderRecord, WantedRecord, WantedWorkers
-from tests.simulation.graph_supervisor import SimSupervisor, Worker
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import PlannerScenario, Step
-from tests.simulation.supervisor import NAMESPACE
+from tests.simulation.supervisor import SimSupervisor
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -87,10 +87,10 @@ class PlannerJudge:
             )
         if self._settled() and own > (wanted := self._number(component)):
             self._violate(f"{own} {component} were started, and {wanted} are wanted")
-        self.on_step(Step("add", "ordered"))
+        self.on_step(Step.ADD_ORDERED)
 
-    def removing(self, who: str, worker: Worker) -> None:
-        self._may_order(who, f"the end of {worker.slot.name}")
+    def removing(self, who: str, worker: Slot) -> None:
+        self._may_order(who, f"the end of {worker.name}")
         self.judge.counts["planner removed"] += 1
         # A withdrawn start did not count for the minimum.
         if worker.phase == "ready":
@@ -98,36 +98,36 @@ class PlannerJudge:
         if worker.lease_id:
             self._check_not_last(worker)
         self._check_wanted(worker)
-        self.on_step(Step("remove" if worker.phase == "ready" else "withdraw", "ordered"))
+        ready = worker.phase == "ready"
+        self.on_step(Step.REMOVE_ORDERED if ready else Step.WITHDRAW_ORDERED)
 
-    def _check_wanted(self, worker: Worker) -> None:
+    def _check_wanted(self, worker: Slot) -> None:
         """Before a worker is removed."""
         component = worker.component
         left, wanted = self.supervisor.number(component) - 1, self._number(component)
         if self._settled() and left < wanted:
-            self._violate(f"{worker.slot.name} is removed, and {wanted} {component} are wanted")
+            self._violate(f"{worker.name} is removed, and {wanted} {component} are wanted")
 
     def _number(self, component: str) -> int:
         """What is wanted."""
         role = self._wanted.roles.get(component)
         return 0 if role is None else role.count
 
-    def _check_minimum(self, worker: Worker, left: int) -> None:
+    def _check_minimum(self, worker: Slot, left: int) -> None:
         least = bounds(self.scenario.options, Role(worker.component))[0]
         if left < least:
-            self._violate(f"{worker.slot.name} is removed, and {left} are fewer than {least}")
+            self._violate(f"{worker.name} is removed, and {left} are fewer than {least}")
 
-    def _check_not_last(self, worker: Worker) -> None:
+    def _check_not_last(self, worker: Slot) -> None:
         """Checks that another worker serves, or did when the planner looked."""
         now = self.judge.now()
         seen_s = self._lease_ttl_s + _ORDER_S
-        for one in self.supervisor.workers:
-            if one.component != worker.component or one is worker or one.phase != "ready":
+        for one in self.supervisor.workers(worker.component):
+            if one is worker or one.phase != "ready":
                 continue
-            name = one.slot.name
-            if name in self._world.ready or self._left_at.get(name, -1e9) > now - seen_s:
+            if one.name in self._world.ready or self._left_at.get(one.name, -1e9) > now - seen_s:
                 return
-        self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
+        self._violate(f"{worker.name} is removed, and it is the last one that serves")
 
     # Records
 
@@ -168,7 +168,7 @@ class PlannerJudge:
         now = self.judge.now()
         if before is not None and (before.up, before.at) == (role.up, role.at):
             if role.count < before.count:
-                self.on_step(Step("withdraw", "wanted"))
+                self.on_step(Step.WITHDRAW_WANTED)
             return
         if before is not None and before.up is not role.up and component in self._changed_at:
             passed_s = now - self._changed_at[component]
@@ -180,7 +180,7 @@ class PlannerJudge:
             over = "pods" if self.scenario.pods else "a supervisor"
             self.judge.counts[f"planner moved a device over {over}"] += 1
             self._gave -= others
-        self.on_step(Step("add" if role.up else "remove", "wanted"))
+        self.on_step(Step.ADD_WANTED if role.up else Step.REMOVE_WANTED)
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""
@@ -207,12 +207,12 @@ class PlannerJudge:
     def _may_order(self, who: str, what: str) -> None:
         if self.scenario.is_dry(int(who.partition("-")[2])):
             self._violate(f"{who} orders {what}, and it is in a dry run")
-        host = self._world.slots[who].host
-        if host is None:
+        slot = self._world.slots.get(who)
+        if slot is None or slot.host is None:
             return
         recent = self.judge.now() - self._lease_ttl_s
         if not any(
-            reign.lease_id == host.lease.id and (reign.until is None or reign.until >= recent)
+            reign.lease_id == slot.host.lease.id and (reign.until is None or reign.until >= recent)
             for reign in self.reigns
         ):
             self._violate(f"{who} orders {what}, and it does not lead")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from msgspec import structs
 
@@ -12,8 +11,7 @@ from dynamo_lite.planner.policy.inputs import RoleSeen, Seen
 from dynamo_lite.planner.record import PlannerRecords, WantedEdit
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.process.component import Host
-from tests.simulation.shipped import Mutant, Shipped
+from tests.simulation.shipped import Mutant, Shipped, after_start
 
 
 class _AlwaysLeads(PlannerRecords):
@@ -99,15 +97,8 @@ def _order_before_record(planner: Planner) -> None:
 
 
 def _planner(violates: str, change: Callable[[Planner], None]) -> Mutant:
-    """change: called with each planner that has started."""
-
-    class Changed(Planner):
-        async def start(self, host: Host) -> dict[str, Any]:
-            facts = await super().start(host)
-            change(self)
-            return facts
-
-    return Mutant(violates, Shipped(planner=Changed))
+    changed = after_start(Planner, lambda planner, _: change(planner))
+    return Mutant(violates, Shipped(planner=changed))
 
 
 #: By the name that the command line takes. Only seeds with planners can find them.

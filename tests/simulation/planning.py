@@ -15,10 +15,10 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.protocol.planner import WantedRecord
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
-from tests.simulation.graph_supervisor import SLOTS, SimPods, SimSupervisor
 from tests.simulation.planner_invariants import PlannerJudge
+from tests.simulation.processes import NAMESPACE, Slot
 from tests.simulation.scenario import PlannerScenario, Step, Wish
-from tests.simulation.supervisor import NAMESPACE, Slot
+from tests.simulation.supervisor import SLOTS, SimPods, SimSupervisor
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: A planner that is killed in a step lives for this time of it, as powers of ten. Orders are taken
 #: within some milliseconds.
-_KILLED_AFTER_S = {"wanted": (-3.3, -1.9), "ordered": (-3.3, -0.3)}
+_KILLED_IN_WANTED, _KILLED_IN_ORDERED = (-3.3, -1.9), (-3.3, -0.3)
 _RETRY_S = 1.0
 #: After this long a start that hangs ends.
 _HANGS_S = 30.0
@@ -59,10 +59,6 @@ class Planning:
     def start(self) -> None:
         self._began_at = self._loop.time()
         self.supervisor.listen(self._network)
-        for component, kind in SLOTS.items():
-            for name, slot in self._world.slots.items():
-                if name.startswith(kind):
-                    self.supervisor.keep(component, slot)
         for wish in self._scenario.wishes:
             self._loop.call_at(self._began_at + wish.at_s, self._carry_out, wish)
 
@@ -75,7 +71,7 @@ class Planning:
 
     def worker(self, slot: Slot, component: Component) -> Component:
         """The component as it starts and ends in this scenario."""
-        if not slot.name.startswith(tuple(SLOTS.values())):
+        if slot.component not in SLOTS:
             return component
         now = self._loop.time() - self._began_at
         for bad in self._scenario.bad_starts:
@@ -108,7 +104,8 @@ class Planning:
         if step in self._crashes:
             self._crashes.remove(step)
             # In the moment itself an order is taken, and its sender has no answer.
-            after_s = 10 ** self._rng.uniform(*_KILLED_AFTER_S[step.phase])
+            limits = _KILLED_IN_WANTED if step.endswith("wanted") else _KILLED_IN_ORDERED
+            after_s = 10 ** self._rng.uniform(*limits)
             after_s *= self._rng.random() < 0.5
             self._network.call_at(self._loop.time() + after_s, self._kill_leader, step)
 

@@ -165,9 +165,9 @@ async def _settle(world: World) -> None:
 async def _stop(world: World) -> None:
     """Stops the components as the supervisor does: callers before callees."""
     for kind in ("planner", "client", "decode", "prefill"):
-        names = [name for name in world.slots if name.startswith(kind)]
-        if names:
-            await world.stop(names, _STOP_S)
+        slots = [slot for name, slot in world.slots.items() if name.startswith(kind)]
+        if slots:
+            await world.stop(slots, _STOP_S)
     # The keys of killed processes go with their leases.
     for _ in range(8):
         if not world.left_keys():

@@ -5,23 +5,22 @@ seconds after the start.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal
+from enum import Enum, StrEnum
 
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.simulation.engine.model import Sampling
 
 
-@dataclass(frozen=True)
-class Step:
-    """A moment in a change of the numbers: its record gets this phase."""
+class Step(StrEnum):
+    """A moment in a change of the numbers. wanted: the record says so. ordered: the order was
+    taken."""
 
-    kind: Literal["add", "remove", "withdraw"]
-    #: wanted: the record says so. ordered: the order was taken.
-    phase: Literal["wanted", "ordered"]
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.phase}"
+    ADD_WANTED = "add wanted"
+    ADD_ORDERED = "add ordered"
+    WITHDRAW_WANTED = "withdraw wanted"
+    WITHDRAW_ORDERED = "withdraw ordered"
+    REMOVE_WANTED = "remove wanted"
+    REMOVE_ORDERED = "remove ordered"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class PlannerScenario:
     options: PlannerOptions
     #: Of the host; a worker has one.
     devices: int
-    #: kill -9 of the planner that leads, in each of these moments once.
+    #: kill -9 of the planner that leads, once for each.
     crashes: tuple[Step, ...] = ()
     bad_starts: tuple[BadStarts, ...] = ()
     wishes: tuple[Wish, ...] = field(default=())

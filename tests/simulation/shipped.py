@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dynamo_lite.disagg.attempts.ledger import Ledger
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
@@ -15,7 +16,10 @@ from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
+
+C = TypeVar("C", Planner, PrefillWorker)
 
 
 async def _as_it_is(job: Job) -> Job | None:
@@ -54,3 +58,15 @@ class Mutant:
     #: In the text of the violation that this causes: the safety keeps this invariant.
     violates: str
     parts: Shipped
+
+
+def after_start(component: type[C], change: Callable[[C, Host], None]) -> type[C]:
+    """change: called with each component of this kind that has started."""
+
+    class Changed(component):  # pyright: ignore[reportGeneralTypeIssues]
+        async def start(self, host: Host) -> dict[str, Any]:
+            facts = await super().start(host)
+            change(self, host)  # pyright: ignore[reportArgumentType]
+            return facts
+
+    return Changed

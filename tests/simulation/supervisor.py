@@ -1,346 +1,168 @@
-"""Processes and servers of a simulated cluster, which are kept running, and the faults in them.
-
-A component and its engine are two processes: the engine dies with its component,
-as by a parent-death signal, and may be stopped or killed apart from it.
-"""
+"""The supervisor of a simulated graph: it adds and removes workers as the one of `serve` does, or
+as Kubernetes does, which decides by itself which worker ends."""
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.backoff import Backoff
-from dynamo_lite.runtime.process.component import Host
-from tests.simulation.engine.assembly import SimEngineProcess
-from tests.simulation.loop.process import SimProcess, SimState
-from tests.simulation.network.network import Weather
-from tests.simulation.scenario import Fault, FaultKind
-from tests.simulation.servers.etcd import EtcdServer
-from tests.simulation.servers.etcd_data import EtcdData
-from tests.simulation.servers.nats_server import NatsServer
+import msgspec
+
+from dynamo_lite.protocol.errors import Refused, Unavailable
+from dynamo_lite.protocol.planner import (
+    SUPERVISOR_SOCKET,
+    RoleCounts,
+    SupervisorRequest,
+    Want,
+)
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.serve.supervisor_socket import Orders
+from tests.simulation.network.network import Network
+from tests.simulation.processes import COMPONENTS, Slot
 
 if TYPE_CHECKING:
+    from tests.simulation.planner_invariants import PlannerJudge
     from tests.simulation.world import World
 
+#: Of the graph; there is no such folder.
+STATE_DIR = "/sim"
+#: Component to the beginning of its slots' names.
+SLOTS = {COMPONENTS[kind]: kind for kind in ("decode", "prefill")}
 
-#: Of every simulated graph.
-NAMESPACE = "sim"
-#: After this time an operator starts an instance again that has left in order.
-_OPERATOR_S = 1.0
-_BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
-
-#: How often a dead process's lease is not revoked, as if its supervisor had died with it.
-_NOT_REVOKED = 0.3
-#: A revocation takes between 1 ms and the product's timeout, as powers of ten.
-_REVOKED_AFTER_S = (-3.0, 0.3)
+_decode_request = msgspec.json.Decoder(SupervisorRequest).decode
+_encode = msgspec.json.Encoder().encode
 
 
-class Slot:
-    """One supervised process and its engine.
+class SimSupervisor:
+    """devices: of the host; each worker has one. Orders have versions, as those of `serve`.
+    watcher: sees each order before and after it is carried out, with the name of its sender."""
 
-    alone: it was added to a running graph, and is not started again when it ends before it was
-    ready.
-    """
+    watcher: "PlannerJudge"
 
-    def __init__(self, world: "World", name: str, *, alone: bool = False):
-        self.name = name
-        #: Written by the world.
-        self.was_ready = False
-        self.process: SimProcess | None = None
-        self.engine: SimProcess | None = None
-        #: What the component got; None until it is connected.
-        self.host: Host | None = None
-        self._world, self._loop, self._judge = world, world.loop, world.judge
-        #: Of the last component that was connected; 0 until it is, and after its end.
-        self._lease_id = 0
-        self._stopping, self._alone = False, alone
-        self._wake = asyncio.Event()
+    def __init__(self, world: "World", devices: int):
+        self._world, self._devices = world, devices
+        self.orders = Orders(self.counts)
 
-    def processes(self) -> list[SimProcess]:
-        """Those that are alive."""
-        return [p for p in (self.process, self.engine) if p is not None and not p.dead]
+    def listen(self, network: Network) -> None:
+        """At the socket that the shipped clients open."""
+        process = network.loop.add_process("supervisor")
+        server = process.run(network.create_server, self._connection, "supervisor", 1)
+        path = f"{STATE_DIR}/{SUPERVISOR_SOCKET}"
+        network.unix_sockets[path] = server.sockets[0].getsockname()[1]
 
-    async def keep(self) -> None:
-        """Runs until `stop`; a process that ends before is started again."""
-        failures = 0
-        while not self._stopping:
-            began = self._loop.time()
-            code = await self._run_once()
-            self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
-            if code != 0 and self._lease_id:
-                await self._revoke(self._lease_id)
-            if self._stopping or (self._alone and not self.was_ready):
-                break
-            delay_s = _OPERATOR_S
-            if code != 0:
-                restart = _BACKOFF.after_exit(failures, self._loop.time() - began)
-                failures, delay_s = restart.failures, restart.delay_s
-            self._loop.trace.add(f"{self.name} ended with {code}; again in {delay_s:g} s")
-            await self._pause(delay_s)
+    def workers(self, component: str) -> list[Slot]:
+        """In the order of their start."""
+        return [slot for slot in self._world.slots.values() if slot.component == component]
 
-    def stop(self) -> None:
-        """Drains it; it is not started again."""
-        self._stopping = True
-        self._wake.set()
-        self.terminate()
+    def counts(self) -> dict[str, RoleCounts]:
+        workers = {component: self.workers(component) for component in SLOTS}
+        free = self._devices - sum(len(slots) for slots in workers.values())
+        return {name: _counts(slots, max(free, 0)) for name, slots in workers.items()}
 
-    def kill(self) -> None:
-        """SIGKILL; it is not started again."""
-        self._stopping = True
-        self._wake.set()
-        if self.process is not None:
-            self.process.kill()
+    def carry_out(self, who: str, order: Want) -> None:
+        """Raises Refused."""
+        while (number := self.number(order.component)) < order.count:
+            self.add(who, order.component)
+        for worker in self.to_end(order.component, number - order.count, order.leases):
+            if worker.phase != "draining":
+                self.watcher.removing(who, worker)
+                worker.stop()
 
-    def terminate(self) -> None:
-        """SIGTERM."""
-        if self.host is not None and self.process is not None and self.process.running:
-            self.process.run(self.host.stop, "SIGTERM")
-        elif self.process is not None:
-            self.process.kill()
+    def number(self, component: str) -> int:
+        """Of its workers, without draining ones."""
+        counts = self.counts()[component]
+        return counts.starting + counts.ready
 
-    async def _pause(self, delay_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._wake.wait()
+    def add(self, who: str, component: str) -> None:
+        """Raises Refused."""
+        if not self.counts()[component].devices_free:
+            raise Refused(f"{component}: no device is free", elsewhere=False)
+        self.watcher.adding(who, component)
+        names = (f"{SLOTS[component]}-{number}" for number in itertools.count())
+        self._world.open_slot(next(name for name in names if name not in self._world.slots))
+        self.watcher.added(component)
 
-    async def _revoke(self, lease_id: int) -> None:
-        """As `revoke_lease` of the product, after a random time, and not always."""
-        rng = self._world.supervisors_rng
-        if rng.random() < _NOT_REVOKED:
-            return
-        await asyncio.sleep(10 ** rng.uniform(*_REVOKED_AFTER_S))
-        etcd = self._world.etcd
-        if etcd.process.running and not self._world.network.is_cut(self.name, "etcd"):
-            if etcd.revoke(lease_id):
-                self._loop.trace.add(f"{self.name}: its supervisor has revoked lease {lease_id:x}")
-                self._judge.counts["leases revoked by supervisors"] += 1
+    def to_end(self, component: str, number: int, leases: Sequence[int]) -> list[Slot]:
+        """As `Fleet.to_retire`."""
+        workers = self.workers(component)
+        found = [one for lease in leases for one in workers if one.lease_id == lease]
+        found += [one for one in reversed(workers) if one.phase == "starting"]
+        found += [one for one in reversed(workers) if one.phase == "ready" and not one.lease_id]
+        if len(found) < number:
+            raise Refused(f"{component}: no process is starting", elsewhere=False)
+        return found[: max(number, 0)]
 
-    async def _run_once(self) -> int | None:
-        """Its exit code; None when it was killed."""
-        self.host = None
-        self.process = process = self._loop.add_process(self.name)
-        ended = asyncio.Event()
+    def _connection(self) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
 
-        def died(_: SimProcess, state: SimState) -> None:
-            if state is SimState.DEAD:
-                self._end_engine()
-                ended.set()
-
-        process.watchers.append(died)
-        task = process.spawn(self._world.run(self), name=f"main {self.name}")
-        task.add_done_callback(lambda _: ended.set())
-        await ended.wait()
-        self._lease_id = 0 if self.host is None else self.host.lease.id
-        self.host = None
-        if not task.done():
-            return None
-        if left := process.exit():
-            self._judge.violate(f"{process} left tasks behind: {left}")
-        if task.cancelled() or task.exception() is not None:
-            self._judge.violate(f"{process} ended with {task!r}")
-            return 1
-        return task.result()
-
-    # The engine's process
-
-    def start_engine(
-        self, engine: SimEngineProcess, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
-    ) -> SimProcess:
-        self._end_engine()
-        process = self.engine = self._loop.add_process(f"{self.name}.engine", host=self.name)
-        self._judge.engine_started(engine)
-
-        def died(_: SimProcess, state: SimState) -> None:
-            if state is SimState.DEAD:
-                engine.mover.die()
-                self._judge.engine_died(engine)
-                on_end()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if process.dead:
-                return
-            if not task.cancelled() and (exc := task.exception()) is not None:
-                # An engine that cannot start ends, and so does its component, which is restarted.
-                if engine.ready or not isinstance(exc, DynamoLiteError):
-                    self._judge.violate(f"{process} failed: {exc!r}")
-            elif left := process.exit():
-                self._judge.violate(f"{process} left tasks behind: {left}")
-            process.kill()
-
-        process.watchers.append(died)
-        process.spawn(main, name=f"main {process.name}").add_done_callback(ended)
-        return process
-
-    def _end_engine(self) -> None:
-        if self.engine is not None:
-            self.engine.kill()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one request."""
+        carry_out = partial(self.carry_out, writer.get_extra_info("peername")[0])
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
+            request = _decode_request(await reader.readuntil(b"\n"))
+            writer.write(_encode(self.orders.answer(request, carry_out)) + b"\n")
 
 
-#: Shortest time for which a killed server is down.
-_SERVER_RESTART_S = 0.3
+def _counts(slots: Sequence[Slot], free: int) -> RoleCounts:
+    phases = [one.phase for one in slots]
+    return RoleCounts(
+        starting=phases.count("starting"),
+        ready=phases.count("ready"),
+        draining=phases.count("draining"),
+        devices_each=1,
+        devices_free=free,
+        leases=tuple(one.lease_id for one in slots if one.lease_id),
+    )
 
 
-class FaultInjector:
-    """In the slots and servers of a world."""
+class SimPods:
+    """Implements Connector for the planner `who`. A request and its answer take the network's
+    time each, so that a planner may end between the two."""
 
-    def __init__(self, world: "World"):
-        self._world, self._network = world, world.network
-        #: Pauses that have ended: the name of the slot or server, start and end.
-        self._paused: list[tuple[str, float, float]] = []
-        self._pauses: Counter[SimProcess] = Counter()
-        self._partitions: Counter[tuple[str, str]] = Counter()
+    def __init__(self, supervisor: SimSupervisor, network: Network, who: str):
+        self._supervisor, self._network, self._who = supervisor, network, who
+        self._seen: dict[str, int] = {}
 
-    async def inject(self, fault: Fault) -> None:
-        """Returns when the fault is over."""
-        self._network.loop.trace.add(f"FAULT {fault}", "world")
-        match fault.kind:
-            case FaultKind.CRASH | FaultKind.ENGINE_CRASH | FaultKind.DRAIN | FaultKind.REVOKE:
-                self._end(fault)
-            case FaultKind.PAUSE | FaultKind.COMPONENT_PAUSE | FaultKind.ENGINE_PAUSE:
-                await self._pause(fault.target, self._paused_by(fault), fault.for_s)
-            case FaultKind.BROKER_PAUSE:
-                await self._pause("nats", [self._world.nats.process], fault.for_s)
-            case FaultKind.STORE_PAUSE:
-                await self._pause("etcd", [self._world.etcd.process], fault.for_s)
-            case FaultKind.ISOLATE | FaultKind.CUT:
-                await self._partition(fault)
-            case FaultKind.WEATHER:
-                await self._worsen_weather(fault)
-            case FaultKind.WALL_JUMP:
-                self._network.loop.jump_wall(fault.target, fault.amount)
-            case FaultKind.BROKER_CRASH | FaultKind.STORE_CRASH | FaultKind.STORE_WIPE:
-                await self._restart(fault)
+    async def counts(self) -> Mapping[str, RoleCounts]:
+        await self._way()
+        counts = self._supervisor.counts()
+        self._seen = {name: self._supervisor.number(name) for name in counts}
+        await self._way()
+        return counts
 
-    def held_up_s(self, name: str, begin: float, end: float) -> float:
-        """Seconds for which `name` was stopped between two times."""
-        return sum(
-            max(0.0, min(end, until) - max(begin, since))
-            for who, since, until in self._paused
-            if who == name
-        )
+    async def change(
+        self, component: str, count: int, victim: EndpointRecord | None = None
+    ) -> None:
+        """Raises Unavailable also if the number has changed. Ends preferred workers first."""
+        await self._way()
+        if victim is not None:
+            # The pod is still preferred when its container was restarted.
+            for worker in self._supervisor.workers(component):
+                worker.preferred = worker.preferred or worker.lease_id == victim.lease_id
+            await self._way()
+        number = self._supervisor.number(component)
+        if number not in (count, self._seen.get(component)):
+            raise Unavailable("another client has changed the number")
+        for _ in range(count - number):
+            self._supervisor.add(self._who, component)
+        for _ in range(number - count):
+            self._remove(component)
+        await self._way()
 
-    def _end(self, fault: Fault) -> None:
-        slot = self._world.slots.get(fault.target)
-        if slot is None:
-            return
-        if fault.kind is FaultKind.ENGINE_CRASH:
-            if slot.engine is not None:
-                slot.engine.kill()
-        elif fault.kind is FaultKind.CRASH:
-            if slot.process is not None:
-                slot.process.kill()
-        elif fault.kind is FaultKind.DRAIN:
-            slot.terminate()
-        elif slot.host is not None:
-            self._world.etcd.revoke(slot.host.lease.id)
+    def _remove(self, component: str) -> None:
+        there = [one for one in self._supervisor.workers(component) if one.phase != "draining"]
+        worker = min(there, key=lambda one: (one.phase == "ready", not one.preferred, -one.began))
+        self._supervisor.watcher.removing(self._who, worker)
+        worker.stop()
 
-    def _paused_by(self, fault: Fault) -> list[SimProcess]:
-        slot = self._world.slots.get(fault.target)
-        if slot is None:
-            return []
-        if fault.kind is FaultKind.PAUSE:
-            return slot.processes()
-        half = slot.engine if fault.kind is FaultKind.ENGINE_PAUSE else slot.process
-        return [half] if half is not None and not half.dead else []
+    def owns(self, worker: EndpointRecord) -> bool:
+        return True
 
-    async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
-        """Pauses may overlap: a process resumes at the end of the last one."""
-        began = self._network.loop.time()
-        for process in processes:
-            self._pauses[process] += 1
-            process.pause()
-        await asyncio.sleep(for_s)
-        for process in processes:
-            self._pauses[process] -= 1
-            if not self._pauses[process]:
-                process.resume()
-        self._paused.append((name, began, self._network.loop.time()))
-
-    async def _partition(self, fault: Fault) -> None:
-        """Partitions may overlap: hosts are reconnected at the end of the last one."""
-        network, here, there = self._network, fault.target, fault.other
-        count = self._partitions
-        count[here, there] += 1
-        if count[here, there] == 1:
-            network.cut(here, there) if there else network.isolate(here)
-        await asyncio.sleep(fault.for_s)
-        count[here, there] -= 1
-        if not count[here, there]:
-            network.heal(here, there) if there else network.rejoin(here)
-
-    async def _worsen_weather(self, fault: Fault) -> None:
-        bad = fault.amount
-        self._network.weather = Weather(
-            delay_s=0.0005, spread_s=bad, loss=bad / 2, duplicate=bad / 2, reorder=bad
-        )
-        await asyncio.sleep(fault.for_s)
-        self._network.weather = Weather()
-
-    async def _restart(self, fault: Fault) -> None:
-        broker = fault.kind is FaultKind.BROKER_CRASH
-        server = self._world.nats if broker else self._world.etcd
-        server.process.kill()
-        await asyncio.sleep(max(fault.for_s, _SERVER_RESTART_S))
-        if server.process.dead:
-            server.start(wiped=fault.kind is FaultKind.STORE_WIPE)
-
-
-#: How often a wiped etcd has the same cluster id as before, and how often an etcd that is
-#: restarted with its data has compacted its history.
-_SAME_CLUSTER, _COMPACTED = 0.7, 0.3
-
-
-class Nats:
-    """The world's broker. Its queues are in memory, and are lost with its process."""
-
-    def __init__(self, world: "World"):
-        self._world = world
-        self.start()
-
-    def start(self, *, wiped: bool = True) -> None:
-        self.process = self._world.loop.add_process("nats")
-        self.server = NatsServer(self._world.network, self.process)
-
-    def jobs(self) -> list[bytes]:
-        """Those on the prefill queue, waiting or pulled."""
-        return self.server.jetstream.payloads(names.prefill_stream(NAMESPACE))
-
-
-class Etcd:
-    """The world's store. What it holds is on a disk."""
-
-    def __init__(self, world: "World"):
-        self._world = world
-        self._random = world.loop.stream("etcd").random
-        self.data = EtcdData()
-        #: Leases that the faults have revoked, or that their owners must take for revoked.
-        self.revoked: set[int] = set()
-        self.start()
-
-    def start(self, *, wiped: bool = False) -> None:
-        self.process = self._world.loop.add_process("etcd")
-        if wiped:
-            leases = self.data.leases.items()
-            self.revoked |= {i for i, lease in leases if lease.unmarked and not lease.keys}
-            self.data = self.data.wiped(same_cluster=self._random() < _SAME_CLUSTER)
-            if self._world.planning is not None:
-                self._world.planning.judge.wiped()
-        elif self._random() < _COMPACTED:
-            self.data.compact(self.data.revision)
-        self.server = EtcdServer(
-            self._world.network,
-            self.process,
-            self.data,
-            on_expiry=self._world.lease_expired,
-            slowest_answer_s=self._world.scenario.slowest_store_answer_s,
-        )
-
-    def revoke(self, lease_id: int) -> bool:
-        """Returns whether there was such a lease."""
-        found = not self.process.dead and self.server.revoke(lease_id)
-        if found:
-            self.revoked.add(lease_id)
-        return found
+    async def _way(self) -> None:
+        """Raises Unavailable."""
+        if self._network.is_cut(self._who, "supervisor"):
+            await asyncio.sleep(1.0)
+            raise Unavailable("the API server does not answer")
+        await asyncio.sleep(self._network.delay_s())

@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import contextvars
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.lease import EtcdLease
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
@@ -18,7 +15,6 @@ from dynamo_lite.serve.services.decode_worker import VllmWorker
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.client import SimFrontend, Story
 from tests.simulation.engine.mover import Fabric, Wire
-from tests.simulation.graph_supervisor import STATE_DIR
 from tests.simulation.intruder import Intruder
 from tests.simulation.invariants import Judge
 from tests.simulation.loop.loop import VirtualLoop
@@ -32,12 +28,12 @@ from tests.simulation.parts import (
     surroundings,
 )
 from tests.simulation.planning import Planning
-from tests.simulation.scenario import Ask, FaultKind, Scenario
+from tests.simulation.processes import NAMESPACE, Etcd, FaultInjector, Nats, Slot
+from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
-from tests.simulation.servers.etcd_data import EtcdData
 from tests.simulation.servers.nats_server import URL
 from tests.simulation.shipped import Shipped
-from tests.simulation.supervisor import NAMESPACE, Etcd, FaultInjector, Nats, Slot
+from tests.simulation.supervisor import STATE_DIR
 
 
 class View(AsyncIterator[WatchEvent]):
@@ -66,53 +62,7 @@ class View(AsyncIterator[WatchEvent]):
         return event
 
 
-class Views:
-    """The views of all open watches."""
-
-    def __init__(self) -> None:
-        self._open: dict[View, None] = {}
-
-    @contextlib.asynccontextmanager
-    async def seen(
-        self, opened: AbstractAsyncContextManager[EtcdStore], process: SimProcess
-    ) -> AsyncIterator[EtcdStore]:
-        """Opens the store of `process`, and records its watches here."""
-        async with opened as store:
-            watch = store.watch
-
-            @contextlib.asynccontextmanager
-            async def noted(prefix: str) -> AsyncIterator[Any]:
-                async with watch(prefix) as events:
-                    view = View(process, prefix, events)
-                    self._open[view] = None
-                    try:
-                        yield view
-                    finally:
-                        del self._open[view]
-
-            store.watch = noted
-            yield store
-
-    def differing(self, data: EtcdData) -> str | None:
-        """The first watch with another content than the store; None if all agree."""
-        for view in self._open:
-            if view.process.dead:
-                continue
-            held = data.matching(view.prefix)
-            if view.entries != held:
-                keys = sorted({*held, *(view.entries or ())})
-                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
-                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
-        return None
-
-
 _GRACE_S = 20.0
-_COMPONENTS = {
-    "client": "Frontend",
-    "decode": "VllmWorker",
-    "prefill": "PrefillWorker",
-    "planner": "Planner",
-}
 #: A process that has been ready for this long is known to all others.
 _KNOWN_S = 1.0
 
@@ -123,12 +73,7 @@ class World:
     def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
         self.loop, self.scenario, self.shipped = loop, scenario, shipped
         self.network = Network(loop)
-        self.judge = Judge(
-            loop,
-            faultless=not scenario.faults,
-            only_broker_fails=scenario.only_broker_fails,
-            weather=any(fault.kind is FaultKind.WEATHER for fault in scenario.faults),
-        )
+        self.judge = Judge(loop, scenario)
         self.fabric = Fabric(
             loop.stream("fabric"),
             Wire(slowest_s=scenario.slowest_write_s),
@@ -152,47 +97,30 @@ class World:
         self.faults = FaultInjector(self)
         for host, ahead_s in scenario.clock_skews:
             loop.jump_wall(host, ahead_s)
-        self._views = Views()
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        #: Of all open watches.
+        self._views: dict[View, None] = {}
         if scenario.planner is not None:
             self.planning = Planning(self, scenario.planner)
         self.model = model_options(scenario)
 
     def start(self) -> None:
-        for name, slot in self.slots.items():
-            self._keepers[name] = self.loop.create_task(slot.keep(), name=f"keep {name}")
+        for slot in self.slots.values():
+            slot.start()
         if self.planning is not None:
             self.planning.start()
 
-    # Slots that come and go
-
-    def open_slot(self, name: str) -> Slot:
-        """Adds it to the running graph, and starts its process, in the context of no process."""
-        slot = self.slots[name] = Slot(self, name, alone=True)
-        self._keepers[name] = self.loop.create_task(
-            slot.keep(), name=f"keep {name}", context=contextvars.Context()
-        )
-        return slot
-
-    def keeper_of(self, name: str) -> asyncio.Task[None]:
-        """Ends when the slot's process has ended for good."""
-        return self._keepers[name]
-
-    def close_slot(self, name: str) -> None:
-        del self.slots[name]
-
-    def lease_of(self, name: str) -> int:
-        """Of the slot's process while it is ready; else 0."""
-        host = self.slots[name].host if name in self.ready and name in self.slots else None
-        return 0 if host is None else host.lease.id
+    def open_slot(self, name: str) -> None:
+        """Adds it to the running graph."""
+        self.slots[name] = Slot(self, name, alone=True)
+        self.slots[name].start()
 
     # Requests
 
     def ask(self, ask: Ask) -> None:
         """Sends the request to its client, if that runs."""
-        slot = self.slots[f"client-{ask.client}"]
-        client = self.clients.get(slot.name)
-        if client is not None and slot.process is not None and not slot.process.dead:
+        slot = self.slots.get(f"client-{ask.client}")
+        client = None if slot is None else self.clients.get(slot.name)
+        if slot is not None and client is not None and slot.process is not None:
             self.loop.call_soon(client.ask, ask, context=slot.process.context.copy())
 
     def unsettled(self) -> str | None:
@@ -205,7 +133,7 @@ class World:
             return f"{len(jobs)} jobs on the queue"
         if self.planning is not None and (left := self.planning.unsettled()):
             return left
-        return self.judge.unsettled() or self._views.differing(self.etcd.data)
+        return self.judge.unsettled() or self._differing_view()
 
     def left_keys(self) -> list[str]:
         """Keys in the store that should have gone with their processes."""
@@ -214,12 +142,11 @@ class World:
             key for key in self.etcd.data.matching("") if self.planning is None or key != target
         ]
 
-    async def stop(self, slots: Sequence[str], within_s: float) -> None:
+    async def stop(self, slots: Sequence[Slot], within_s: float) -> None:
         """Drains these processes, all at once."""
-        for name in slots:
-            self.slots[name].stop()
-        keepers = [self._keepers[name] for name in slots]
-        _, late = await asyncio.wait(keepers, timeout=within_s)
+        for slot in slots:
+            slot.stop()
+        _, late = await asyncio.wait([slot.keeper for slot in slots], timeout=within_s)
         for task in late:
             self.judge.violate(f"{task.get_name()} did not end within {within_s:g} s")
 
@@ -232,7 +159,7 @@ class World:
         kind, _, index = slot.name.partition("-")
         spec = ProcessSpec(
             namespace=NAMESPACE,
-            component=_COMPONENTS[kind],
+            component=slot.component,
             instance=int(index),
             nats_url=URL,
             etcd_url="",
@@ -293,10 +220,36 @@ class World:
 
         return on_story
 
-    def open_store(self) -> AbstractAsyncContextManager[Store]:
-        """For the running process."""
+    @contextlib.asynccontextmanager
+    async def open_store(self) -> AsyncIterator[Store]:
+        """For the running process, whose watches are recorded here."""
+        process = self.loop.current_process()
         opened = self.shipped.store(ETCD_URL, backend=etcd_backend(self.network))
-        return self._views.seen(opened, self.loop.current_process())
+        async with opened as store:
+            watch = store.watch
+
+            @contextlib.asynccontextmanager
+            async def noted(prefix: str) -> AsyncIterator[Any]:
+                async with watch(prefix) as events:
+                    view = View(process, prefix, events)
+                    self._views[view] = None
+                    try:
+                        yield view
+                    finally:
+                        del self._views[view]
+
+            store.watch = noted
+            yield store
+
+    def _differing_view(self) -> str | None:
+        """The first watch with another content than the store; None if all agree."""
+        for view in self._views:
+            held = self.etcd.data.matching(view.prefix)
+            if not view.process.dead and view.entries != held:
+                keys = sorted({*held, *(view.entries or ())})
+                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
+                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
+        return None
 
     def lease_expired(self, lease_id: int) -> None:
         for slot in self.slots.values():

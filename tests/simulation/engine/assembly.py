@@ -45,8 +45,6 @@ class SimModelConfig:
     token_s: float = 0.0005
     poll_s: float = 0.02
     load_s: float = 0.2
-    #: Whether an idle engine reports its load once more.
-    tells_load: bool = False
 
 
 @dataclass
@@ -58,27 +56,60 @@ class Outputs:
     load: EngineLoad = field(default_factory=EngineLoad)
 
 
-class SimCore:
-    """deliver: takes the outputs."""
+#: As in `vllm/engine/opened_rank.py`.
+_MOVE = 0.5
+#: An incarnation's memory begins at most this many blocks after this address.
+_BASE, _SHIFTS = 1 << 20, 4
 
-    def __init__(
-        self,
-        config: SimModelConfig,
-        pool: BlockPool,
-        memory: SimKvMemory,
-        halves: DecodeHalves | PrefillHalves,
-        *,
-        clock: Clock,
-        deliver: Callable[[Outputs], None],
-    ):
-        self.config, self.pool, self.memory, self.halves = config, pool, memory, halves
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What one incarnation of an engine is made from.
+
+    clients: the engine process's own. until: until when a prefill engine's claims hold. address:
+    its host on the fabric.
+    """
+
+    config: SimModelConfig
+    engine_config: EngineConfig
+    clients: ServerClients
+    fabric: Fabric
+    address: str
+    clock: Clock
+    rng: random.Random
+    until: Until = lambda cell: 0.0
+
+
+class SimEngineProcess:
+    """The inside of an engine's process, for its component's pipe and for the invariants.
+
+    deliver: takes the outputs.
+    """
+
+    def __init__(self, parts: Shipped, setup: EngineSetup, deliver: Callable[[Outputs], None]):
+        config = setup.config
+        decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
+        shift = setup.rng.randrange(_SHIFTS) * config.block_size * 8
+        self.setup, self._parts, self._deliver = setup, parts, deliver
+        self._clock = setup.clock
+        self.memory = SimKvMemory(
+            config.num_blocks, config.block_size, _BASE + shift, dense=decodes
+        )
+        self.mover = SimMover(
+            setup.fabric, setup.engine_config.engine_id, setup.address, self.memory
+        )
+        self.pool = BlockPool(config.num_blocks)
+        self.metadata = _metadata(setup, self.mover)
+        self.halves = self._decode_halves() if decodes else self._prefill_halves()
+        self.halves.scheduler.metadata = self.metadata
         self.scheduler = SimScheduler(
-            pool,
+            self.pool,
             config.block_size,
-            halves,
+            self.halves,
             budget_tokens=config.budget_tokens,
             max_running=config.max_running,
         )
+        self.ready = False
         self._gave_tokens = False
         #: The load that was reported last.
         self._told = EngineLoad()
@@ -87,12 +118,56 @@ class SimCore:
         #: Called with the ids of requests that are about to be aborted, and how long each of them
         #: has waited for the end of a step.
         self.on_abort: Callable[[Mapping[str, float]], None] = lambda waited_s: None
-        self._clock, self._deliver = clock, deliver
+        #: Called when it ends because a write was in flight for too long.
+        self.on_late_write: Callable[[], None] = lambda: None
         self._added: list[SimRequest] = []
         #: When that was asked for.
         self._aborted: dict[str, float] = {}
         self._posted = asyncio.Event()
         self._stopping = False
+
+    def _decode_halves(self) -> DecodeHalves:
+        setup, parts = self.setup, self._parts
+        scheduler = parts.decode_scheduler(
+            setup.engine_config,
+            setup.config.block_size,
+            self.pool,
+            clients=setup.clients,
+            open_bridge=TaskBridge,
+            cache=lambda request, tokens: self.scheduler.cache(request, tokens),
+            clock=setup.clock,
+            ledger=parts.ledger(landing_s=setup.engine_config.lease_ttl_s),
+            new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
+            hash_block_size=setup.config.block_size,
+        )
+        rank = parts.decode_rank(self.mover, self.metadata.ranks[0])
+        return DecodeHalves(scheduler, rank, setup.config.block_size)
+
+    def _prefill_halves(self) -> PrefillHalves:
+        setup = self.setup
+        scheduler = PrefillScheduler(
+            setup.engine_config,
+            setup.config.block_size,
+            self.pool,
+            lambda job, tokens: [self.scheduler.requests[job].block_ids],
+            clients=setup.clients,
+            open_bridge=TaskBridge,
+            clock=setup.clock,
+        )
+        rank = self._parts.prefill_rank(
+            self.mover,
+            self.metadata.ranks[0],
+            0,
+            setup.until,
+            rank_clock(setup.clock),
+            move_s=_MOVE * setup.engine_config.lease_ttl_s,
+        )
+        return PrefillHalves(scheduler, rank, self.mover)
+
+    def holds(self, attempt: str) -> bool:
+        """Whether the claim holds under which it writes and reads this attempt."""
+        cell = self.mover.cells.get(attempt)
+        return cell is not None and self._clock.boottime() < self.setup.until(cell)
 
     # Commands of the component
 
@@ -105,13 +180,27 @@ class SimCore:
         self._posted.set()
 
     def stop(self) -> None:
-        """`run` ends after the step that is being computed."""
+        """`main` ends after the step that is being computed."""
         self._stopping = True
         self._posted.set()
 
     # The engine's own process
 
-    async def run(self) -> None:
+    async def main(self, on_ready: Callable[[], None]) -> None:
+        """The process: loads, then runs until it is stopped."""
+        await asyncio.sleep(self.setup.config.load_s)
+        try:
+            async with self.halves.running():
+                self.ready = True
+                on_ready()
+                await self._run()
+        except TransferError:
+            # As in vLLM, where an exception of a rank ends the engine's processes.
+            self.on_late_write()
+        finally:
+            self.halves.rank.close()
+
+    async def _run(self) -> None:
         while not self._stopping:
             self._apply_commands()
             if self.scheduler.has_work:
@@ -132,7 +221,7 @@ class SimCore:
             self.scheduler.abort(list(aborted))
 
     async def _step(self) -> None:
-        config = self.config
+        config = self.setup.config
         scheduled_at = self._clock.monotonic()
         plan = self.scheduler.schedule(scheduled_at)
         self.halves.before_forward(plan.step)
@@ -155,12 +244,12 @@ class SimCore:
             waiting=self.scheduler.waiting,
             kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
             gave_tokens=self._gave_tokens,
-            max_running=self.config.max_running,
+            max_running=self.setup.config.max_running,
         )
 
     def _tell_load(self) -> None:
         """As vLLM does after the last request was aborted."""
-        if self.config.tells_load and (load := self._load()) != self._told:
+        if (load := self._load()) != self._told:
             self._told = load
             self._deliver(Outputs(load=load))
 
@@ -204,120 +293,6 @@ class SimCore:
                 continue
             if request.finish_reason is not None:
                 self.scheduler.finish(request)
-
-
-#: As in `vllm/engine/opened_rank.py`.
-_MOVE = 0.5
-#: An incarnation's memory begins at most this many blocks after this address.
-_BASE, _SHIFTS = 1 << 20, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSetup:
-    """What one incarnation of an engine is made from.
-
-    clients: the engine process's own. until: until when a prefill engine's claims hold. address:
-    its host on the fabric.
-    """
-
-    config: SimModelConfig
-    engine_config: EngineConfig
-    clients: ServerClients
-    fabric: Fabric
-    address: str
-    clock: Clock
-    rng: random.Random
-    until: Until = lambda cell: 0.0
-
-
-@dataclass
-class SimEngineProcess:
-    """The inside of an engine's process, for its component's pipe and for the invariants."""
-
-    setup: EngineSetup
-    core: SimCore
-    halves: DecodeHalves | PrefillHalves
-    mover: SimMover
-    metadata: EngineMetadata
-    ready: bool = False
-    #: Called when it ends because a write was in flight for too long.
-    on_late_write: Callable[[], None] = lambda: None
-
-    def holds(self, attempt: str) -> bool:
-        """Whether the claim holds under which it writes and reads this attempt."""
-        cell = self.mover.cells.get(attempt)
-        return cell is not None and self.setup.clock.boottime() < self.setup.until(cell)
-
-    async def main(self, on_ready: Callable[[], None]) -> None:
-        """The process: loads, then runs until the core is stopped."""
-        await asyncio.sleep(self.setup.config.load_s)
-        try:
-            async with self.halves.running():
-                self.ready = True
-                on_ready()
-                await self.core.run()
-        except TransferError:
-            # As in vLLM, where an exception of a rank ends the engine's processes.
-            self.on_late_write()
-        finally:
-            self.halves.rank.close()
-
-
-def build_engine(
-    parts: Shipped, setup: EngineSetup, deliver: Callable[[Outputs], None]
-) -> SimEngineProcess:
-    config, rng = setup.config, setup.rng
-    decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
-    shift = rng.randrange(_SHIFTS) * config.block_size * 8
-    memory = SimKvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
-    mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
-    pool = BlockPool(config.num_blocks)
-    metadata = _metadata(setup, mover)
-
-    # The halves call these when the core runs.
-    def cache(request: SimRequest, tokens: int) -> None:
-        core.scheduler.cache(request, tokens)
-
-    def blocks_of(job: str, _tokens: int) -> list[list[int]]:
-        return [core.scheduler.requests[job].block_ids]
-
-    if decodes:
-        scheduler = parts.decode_scheduler(
-            setup.engine_config,
-            config.block_size,
-            pool,
-            clients=setup.clients,
-            open_bridge=TaskBridge,
-            cache=cache,
-            clock=setup.clock,
-            ledger=parts.ledger(landing_s=setup.engine_config.lease_ttl_s),
-            new_attempt=lambda: f"{rng.getrandbits(64):016x}",
-            hash_block_size=config.block_size,
-        )
-        rank = parts.decode_rank(mover, metadata.ranks[0])
-        halves = DecodeHalves(scheduler, rank, config.block_size)
-    else:
-        scheduler = PrefillScheduler(
-            setup.engine_config,
-            config.block_size,
-            pool,
-            blocks_of,
-            clients=setup.clients,
-            open_bridge=TaskBridge,
-            clock=setup.clock,
-        )
-        rank = parts.prefill_rank(
-            mover,
-            metadata.ranks[0],
-            0,
-            setup.until,
-            rank_clock(setup.clock),
-            move_s=_MOVE * setup.engine_config.lease_ttl_s,
-        )
-        halves = PrefillHalves(scheduler, rank, mover)
-    scheduler.metadata = metadata
-    core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
-    return SimEngineProcess(setup, core, halves, mover, metadata)
 
 
 def _metadata(setup: EngineSetup, mover: SimMover) -> EngineMetadata:

@@ -36,8 +36,8 @@ from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, RemoteP
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.runtime.messaging import Messaging
-from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess, build_engine
-from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, sampling_from_bytes
+from tests.simulation.engine.assembly import EngineSetup, Outputs, SimEngineProcess
+from tests.simulation.engine.model import VOCABULARY, Sampling, SimRequest, decode_sampling
 from tests.simulation.shipped import Shipped
 
 _START_S = 15.0
@@ -80,7 +80,9 @@ class SimEngine:
         return self._setup.config.model
 
     async def __aenter__(self) -> Self:
-        self._engine = engine = build_engine(self._shipped, self._setup, self._outputs.put_nowait)
+        self._engine = engine = SimEngineProcess(
+            self._shipped, self._setup, self._outputs.put_nowait
+        )
         self._process = self._start_engine(engine, engine.main(self._ready.set), self._on_end)
         try:
             await self._wait_ready()
@@ -94,7 +96,7 @@ class SimEngine:
         assert self._engine is not None and self._process is not None
         self._closing = True
         self._attempts.cancel()
-        self._engine.core.stop()
+        self._engine.stop()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _STOP_S)
         self._process.kill()
@@ -115,7 +117,7 @@ class SimEngine:
         return decode_engine_status(reply)
 
     async def submit(self, request: GenerateRequest) -> None:
-        sampling = sampling_from_bytes(request.sampling)
+        sampling = decode_sampling(request.sampling)
         done = request.output_token_ids
         prompt = [*request.prompt_token_ids, *done]
         self._check_prompt(prompt)
@@ -139,7 +141,7 @@ class SimEngine:
             left = self._ids.leave(request_ids)
             for own in left:
                 self._first_tokens.forget(own)
-            self._engine.core.abort(left)
+            self._engine.abort(left)
 
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         caller = self._ids.running(first.request_id)
@@ -196,7 +198,7 @@ class SimEngine:
 
     async def abandon(self, attempt: str) -> None:
         if self._engine is not None:
-            self._engine.core.abort([attempt])
+            self._engine.abort([attempt])
 
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""
@@ -249,7 +251,7 @@ class SimEngine:
             cache_salt=asked.cache_salt,
             kv_transfer_params=transfer,
         )
-        self._engine.core.add(request)
+        self._engine.add(request)
 
     async def _next(self) -> Outputs | None:
         """One step's outputs; None once the engine is being closed."""

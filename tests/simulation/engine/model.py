@@ -17,8 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.records import KvRegion
 
 Words = npt.NDArray[np.uint64]
@@ -51,19 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0
 
 
-_decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
-
-
-def sampling_to_bytes(sampling: Sampling) -> bytes:
-    return encode(sampling)
-
-
-def sampling_from_bytes(raw: bytes) -> Sampling:
-    """Raises Refused."""
-    try:
-        return _decode_sampling(raw)
-    except msgspec.DecodeError as exc:
-        raise Refused(f"malformed sampling parameters: {exc}", elsewhere=False) from exc
+decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
 
 
 def extend_states(states: list[int], tokens: Iterable[int]) -> None:
@@ -194,10 +180,6 @@ class SimKvMemory:
         return self._by_layer[:, used].reshape(LAYERS, -1)[:, :count]
 
 
-class PoolError(AssertionError):
-    """A block was freed too often, or used while it was free."""
-
-
 @dataclass(eq=False, slots=True)
 class Block:
     """key: under which the prefix cache finds it; None when it holds no full prefix."""
@@ -255,8 +237,7 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Gives one reference back on each; the first one freed is the first reused."""
         for block in ordered_blocks:
-            if block.ref_cnt <= 0:
-                raise PoolError(f"block {block.block_id} is freed, and is free already")
+            assert block.ref_cnt > 0, f"block {block.block_id} is freed, and is free already"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self._free[block.block_id] = block

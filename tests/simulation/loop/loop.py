@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,19 +37,16 @@ class Trace:
         self.on = on
         self.loop: VirtualLoop | None = None
         self.lines: list[tuple[float, str, str]] = []
-        self._digest = hashlib.blake2b(digest_size=8)
 
     def add(self, text: str, process: str | None = None) -> None:
         """process: the name in the line; that of the running process if None."""
         if not self.on or self.loop is None:
             return
         name = process or str(self.loop.current_process())
-        line = (self.loop.time(), name, text)
-        self.lines.append(line)
-        self._digest.update(repr(line).encode())
+        self.lines.append((self.loop.time(), name, text))
 
     def digest(self) -> str:
-        return self._digest.hexdigest()
+        return hashlib.blake2b(repr(self.lines).encode(), digest_size=8).hexdigest()
 
     def text(self) -> Iterator[str]:
         """Lines to read: seconds since the start, process, text."""
@@ -228,23 +225,6 @@ class VirtualLoop(Scheduler):
         if process.state is SimState.DEAD:
             self._hide(task)
         return task
-
-    def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, executor: Any, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        """There are no threads: `func` runs in the loop's next turn."""
-        future: asyncio.Future[T] = self.create_future()
-
-        def work() -> None:
-            if future.cancelled():
-                return
-            try:
-                future.set_result(func(*args))
-            except Exception as exc:
-                future.set_exception(exc)
-
-        self.call_soon(work)
-        return future
 
     async def create_server(self, *args: Any, **named: Any) -> Any:
         return self._network.create_server(*args, **named)

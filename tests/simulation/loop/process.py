@@ -50,6 +50,7 @@ class SimProcess:
         self.host = host
         self.incarnation = incarnation
         self.state = SimState.RUNNING
+        self._pauses = 0
         #: Handles that may run now, oldest first; written by the loop.
         self.ready: deque[SimHandle] = deque()
         #: Whether it is running and nothing is ready; written by the loop.
@@ -85,11 +86,14 @@ class SimProcess:
         return self.context.copy().run(function, *args)
 
     def pause(self) -> None:
+        self._pauses += 1
         if self.state is SimState.RUNNING:
             self._become(SimState.PAUSED)
 
     def resume(self) -> None:
-        if self.state is SimState.PAUSED:
+        """Ends a `pause`. If there were several, it runs after the last one."""
+        self._pauses -= 1
+        if self.state is SimState.PAUSED and not self._pauses:
             self._become(SimState.RUNNING)
 
     def kill(self) -> None:

@@ -7,347 +7,231 @@ changed after it was sent.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from aetcd import rpc
-from grpc.aio import Metadata, UsageError
+from grpc.aio import Metadata
 
 from tests.simulation.loop.process import SimHandle
 from tests.simulation.network.connection import End
-from tests.simulation.network.network import Dial, Network
+from tests.simulation.network.network import Network
 
-#: With the options of `runtime.etcd_backend`: the time for one try to connect, the pause after
+#: With the options of `runtime/etcd/backend.py`: the time for one try to connect, the pause after
 #: a try that failed, and the silence of the server after which the connection is given up.
 _CONNECT_S = 1.0
 _BACKOFF_S = (0.1, 0.4)
 _SILENCE_S = (5.0, 7.0)
 #: Error text of calls that begin or wait while there is no connection.
 NO_CONNECTION = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
-
-
-class ConnectivityState(Enum):
-    """As gRPC's connectivity states."""
-
-    IDLE = auto()  # the next call connects
-    CONNECTING = auto()  # calls wait
-    FAILING = auto()  # the last try failed, more follow by themselves; calls fail at once
-    READY = auto()
-    SHUTDOWN = auto()
-
-
-class GrpcConnection:
-    """Belongs to the process in which it was made.
-
-    on_ready: called when the server has greeted. on_item: takes what the server sends. on_lost:
-    called with the reason when a try to connect has failed or the connection is broken.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        port: int,
-        *,
-        on_ready: Callable[[], None],
-        on_item: Callable[[Any], None],
-        on_lost: Callable[[str], None],
-    ):
-        self._network, self._port = network, port
-        self._loop = network.loop
-        self._process = network.loop.current_process()
-        self._on_ready, self._on_item, self._on_lost = on_ready, on_item, on_lost
-        self.state = ConnectivityState.IDLE
-        self._end: End | None = None
-        self._dialling: Dial | None = None
-        self._ungreeted: End | None = None
-        self._timer: SimHandle | None = None
-
-    def connect(self) -> None:
-        """Begins to connect if the state is IDLE."""
-        if self.state is ConnectivityState.IDLE:
-            self.state = ConnectivityState.CONNECTING
-            self._dial()
-
-    def send(self, item: Any) -> None:
-        """Dropped while there is no connection."""
-        if self._end is not None:
-            self._end.send(item)
-
-    def close(self) -> None:
-        self._stop_dialling()
-        self.state = ConnectivityState.SHUTDOWN
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()
-
-    def _dial(self) -> None:
-        self._timer = self._loop.call_later(_CONNECT_S, self._not_connected)
-        self._dialling = self._network.dial(
-            self._process, self._port, self._opened, lambda _: self._not_connected()
-        )
-
-    def _opened(self, end: End) -> None:
-        # The kernel of a server that is stopped accepts, but the server says no hello.
-        self._dialling, self._ungreeted = None, end
-        end.silence_s = _SILENCE_S
-        end.start(lambda _: self._greeted(end), lambda _: self._not_connected())
-
-    def _greeted(self, end: End) -> None:
-        self._ungreeted = None
-        self._stop_dialling()
-        self._end, self.state = end, ConnectivityState.READY
-        end.start(self._on_item, self._broken)
-        self._on_ready()
-
-    def _not_connected(self) -> None:
-        self._stop_dialling()
-        self.state = ConnectivityState.FAILING
-        low, high = _BACKOFF_S
-        after_s = low + (high - low) * self._network.random()
-        self._timer = self._loop.call_later(after_s, self._dial)
-        self._on_lost(NO_CONNECTION)
-
-    def _broken(self, why: str) -> None:
-        self._end, self.state = None, ConnectivityState.IDLE
-        self._on_lost(why or "Socket closed")
-
-    def _stop_dialling(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._dialling is not None:
-            self._dialling.cancel()
-            self._dialling = None
-        if self._ungreeted is not None:
-            self._ungreeted.abort()
-            self._ungreeted = None
+#: In the place of a method: the client does not want the call any more.
+CANCEL = "cancel"
 
 
 class SimChannel:
-    """Belongs to the process in which it was made. Connects to `port` at the first call."""
+    """Belongs to the process in which it was made. Connects to `port` at the first call, and
+    again at the next call after the connection has broken.
+
+    Calls wait while it connects for the first time. After a try that failed more follow by
+    themselves, and calls fail at once until one succeeds.
+    """
 
     def __init__(self, network: Network, port: int):
-        self._loop = network.loop
-        self._connection = GrpcConnection(
-            network, port, on_ready=self._send_waiting, on_item=self._take, on_lost=self._fail_all
-        )
+        self._network, self._port, self.loop = network, port, network.loop
+        self._process = network.loop.current_process()
+        self._end: End | None = None
+        self._failing = False
+        #: While it connects: of the try, or of the pause before the next one.
+        self._timer: SimHandle | None = None
+        self._give_up: Callable[[], None] | None = None
         self._last_number = 0
         self._calls: dict[int, _Call] = {}  # those that have not ended, oldest first
 
     # What the stubs ask for
 
-    def unary_unary(self, method: str, **_: Any) -> Callable[..., Any]:
+    def unary_unary(self, method: str, **_: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
         def call(request: Any, *, timeout: float | None = None, **_: Any) -> Any:
-            return self.ask(method, request, timeout)
+            return _Call(self, method, request, timeout).answer()
 
         return call
 
-    def stream_stream(self, method: str, **_: Any) -> Callable[..., Any]:
+    def stream_stream(self, method: str, **_: Any) -> "Callable[..., _Call]":
         def call(
-            requests: Iterable[Any] | None = None, *, timeout: float | None = None, **_: Any
-        ) -> "_Stream | _Answers":
-            if requests is not None:
-                return _Answers(self, method, requests, timeout)
-            return _Stream(self, method)
+            requests: Iterable[Any] = (), *, timeout: float | None = None, **_: Any
+        ) -> "_Call":
+            return _Call(self, method, *requests, timeout_s=timeout)
 
         return call
-
-    def unary_stream(self, method: str, **_: Any) -> None:
-        """No stub that is used calls one."""
 
     async def close(self, grace: float | None = None) -> None:
-        self._connection.close()
-        for number in list(self._calls):
-            self._fail(number, asyncio.CancelledError())
+        self._stop_connecting()
+        self._failing = True
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
+        for call in list(self._calls.values()):
+            call.fail(asyncio.CancelledError())
 
     # What the calls ask for
 
-    async def ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        """The response to one request. Raises AioRpcError."""
-        if self._connection.state is ConnectivityState.FAILING:
-            await asyncio.sleep(0)
-            raise rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
-        answer: asyncio.Future[Any] = self._loop.create_future()
-
-        def on_message(response: Any) -> None:
-            if not answer.done():
-                answer.set_result(response)
-
-        def on_error(error: BaseException) -> None:
-            if not answer.done():
-                answer.set_exception(error)
-
-        call = _Call(on_message, on_error)
-        number = self.begin(call, "unary", method, request)
-        timer = None
-        if timeout_s is not None:
-            timer = self._loop.call_later(timeout_s, self._time_out, number)
-        try:
-            return await answer
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._calls.pop(number, None)
-
-    def begin(self, call: "_Call", kind: str, method: str, what: Any) -> int:
-        """Sends (kind, number, method, what), now or when the channel is connected.
-
-        Returns the call's number. `call.on_error` is called at its end unless it is dropped
-        before.
-        """
+    def begin(self, call: "_Call") -> int:
+        """Sends its request, now or when the channel is connected. Returns its number."""
         self._last_number += 1
-        number = self._last_number
-        match self._connection.state:
-            case ConnectivityState.READY:
-                self._connection.send((kind, number, method, what))
-                call.sent = True
-            case ConnectivityState.FAILING:
-                refused = rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
-                self._loop.call_soon(self._fail, number, refused)
-            case ConnectivityState.SHUTDOWN:
-                raise UsageError("Channel is closed.")
-            case ConnectivityState.IDLE | ConnectivityState.CONNECTING:
-                call.unsent = (kind, number, method, what)
-                self._connection.connect()
-        self._calls[number] = call
-        return number
+        self._calls[self._last_number] = call
+        if self._end is not None:
+            self._send(self._last_number, call)
+        elif self._failing:
+            self.loop.call_soon(call.fail, _unavailable(NO_CONNECTION))
+        elif self._timer is None:
+            self._connect()
+        return self._last_number
 
-    def send_more(self, number: int, method: str, what: Any) -> None:
-        """Of a call that was sent."""
-        self._connection.send(("stream", number, method, what))
-
-    def drop(self, number: int) -> None:
-        """The caller does not want it any more."""
+    def forget(self, number: int, *, tell: bool = False) -> None:
+        """tell: the server, unless that has ended the call."""
         call = self._calls.pop(number, None)
-        if call is not None and call.sent:
-            self._connection.send(("cancel", number))
+        if call is not None and call.sent and tell and self._end is not None:
+            self._end.send((number, CANCEL, None))
 
-    # What the connection reports
+    def _send(self, number: int, call: "_Call") -> None:
+        assert self._end is not None
+        self._end.send((number, call.method, call.request))
+        call.sent = True
 
-    def _send_waiting(self) -> None:
-        for call in self._calls.values():
-            if call.unsent is not None:
-                self._connection.send(call.unsent)
-                call.unsent, call.sent = None, True
+    # The connection
 
-    def _take(self, item: Any) -> None:
-        match item:
-            case ("answer", number, None, response):
-                call = self._calls.pop(number, None)
-                if call is not None:
-                    call.on_message(response)
-            case ("answer", number, error, _):
-                self._fail(number, error)
-            case ("message", number, response):
-                call = self._calls.get(number)
-                if call is not None:
-                    call.on_message(response)
+    def _connect(self) -> None:
+        self._timer = self.loop.call_later(_CONNECT_S, self._not_connected)
+        self._give_up = self._network.dial(
+            self._process, self._port, self._opened, lambda _: self._not_connected()
+        ).cancel
 
-    def _time_out(self, number: int) -> None:
-        self._fail(number, rpc_error(rpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+    def _opened(self, end: End) -> None:
+        # The kernel of a server that is stopped accepts, but the server says no hello.
+        self._give_up, end.silence_s = end.abort, _SILENCE_S
+        end.start(lambda _: self._greeted(end), lambda _: self._not_connected())
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        call = self._calls.pop(number, None)
-        if call is not None:
-            call.on_error(error)
+    def _greeted(self, end: End) -> None:
+        self._give_up = None
+        self._stop_connecting()
+        self._end, self._failing = end, False
+        end.start(self._take, self._broken)
+        for number, call in self._calls.items():
+            self._send(number, call)
+
+    def _not_connected(self) -> None:
+        self._stop_connecting()
+        self._failing = True
+        low, high = _BACKOFF_S
+        after_s = low + (high - low) * self._network.random()
+        self._timer = self.loop.call_later(after_s, self._connect)
+        self._fail_all(NO_CONNECTION)
+
+    def _stop_connecting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        give_up, self._timer, self._give_up = self._give_up, None, None
+        if give_up is not None:
+            give_up()
+
+    def _broken(self, why: str) -> None:
+        self._end = None
+        self._fail_all(why or "Socket closed")
+
+    def _take(self, item: tuple[int, Any, bool]) -> None:
+        """An answer: the call's number, a response or an error, and whether the call has ended."""
+        number, response, ended = item
+        call = self._calls.get(number)
+        if call is None:
+            return
+        if isinstance(response, rpc.AioRpcError):
+            call.fail(response)
+            return
+        if ended:
+            self.forget(number)
+        call.take(response)
 
     def _fail_all(self, why: str) -> None:
-        for number in list(self._calls):
-            self._fail(number, rpc_error(rpc.StatusCode.UNAVAILABLE, why))
+        for call in list(self._calls.values()):
+            call.fail(_unavailable(why))
 
 
 class _Call:
-    """on_message: takes each response. on_error: takes the error that ends it."""
-
-    __slots__ = ("on_error", "on_message", "sent", "unsent")
+    """With one request, given at the start or by `write`. timeout_s: until its end."""
 
     def __init__(
-        self, on_message: Callable[[Any], None], on_error: Callable[[BaseException], None]
+        self,
+        channel: SimChannel,
+        method: str,
+        request: Any = None,
+        timeout_s: float | None = None,
     ):
-        self.on_message, self.on_error = on_message, on_error
-        self.unsent: tuple[Any, ...] | None = None
+        self._channel, self.method = channel, method
+        self.request: Any = None
         self.sent = False
-
-
-class _Answers:
-    """A stream with all requests given at the start; each is answered by one response."""
-
-    def __init__(
-        self, channel: SimChannel, method: str, requests: Iterable[Any], timeout_s: float | None
-    ):
-        self._channel, self._method = channel, method
-        self._requests, self._timeout_s = iter(requests), timeout_s
-
-    def __aiter__(self) -> "_Answers":
-        return self
-
-    async def __anext__(self) -> Any:
-        for request in self._requests:
-            return await self._channel.ask(self._method, request, self._timeout_s)
-        raise StopAsyncIteration
-
-
-class _Stream:
-    """A stream that is written and read. States: new -> open -> ended or cancelled."""
-
-    def __init__(self, channel: SimChannel, method: str):
-        self._channel, self._method = channel, method
         self._number = 0
         self._responses: deque[Any] = deque()
         self._error: BaseException | None = None
-        self._cancelled = False
-        self._reader: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._timer: SimHandle | None = None
+        if timeout_s is not None:
+            late = rpc_error(rpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self._timer = channel.loop.call_later(timeout_s, self.fail, late)
+        if request is not None:
+            self._begin(request)
 
     async def write(self, request: Any) -> None:
         """Returns when it is on its way, or will be as soon as the channel is connected."""
-        self._raise_if_ended()
-        if self._number:
-            self._channel.send_more(self._number, self._method, request)
-        else:
-            call = _Call(self._responses_append, self._ended)
-            self._number = self._channel.begin(call, "stream", self._method, request)
+        self._begin(request)
 
     async def read(self) -> Any:
         """The next response. Raises AioRpcError, and CancelledError after `cancel`."""
         while not self._responses:
-            self._raise_if_ended()
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            finally:
-                self._reader = None
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
         return self._responses.popleft()
 
-    def cancel(self) -> bool:
-        if self._cancelled or self._error is not None:
-            return False
-        self._cancelled = True
-        self._channel.drop(self._number)
-        self._wake()
-        return True
+    async def answer(self) -> Any:
+        """The only response."""
+        try:
+            return await self.read()
+        finally:
+            self.cancel()
 
-    def _responses_append(self, response: Any) -> None:
+    def __aiter__(self) -> "_Call":
+        return self
+
+    __anext__ = answer
+
+    def cancel(self) -> None:
+        self._channel.forget(self._number, tell=True)
+        self._end(asyncio.CancelledError())
+
+    # Called by the channel
+
+    def take(self, response: Any) -> None:
         self._responses.append(response)
-        self._wake()
+        self._changed.set()
 
-    def _ended(self, error: BaseException) -> None:
-        self._error = error
-        self._wake()
+    def fail(self, error: BaseException) -> None:
+        self._channel.forget(self._number)
+        self._end(error)
 
-    def _raise_if_ended(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._cancelled:
-            raise asyncio.CancelledError
+    def _begin(self, request: Any) -> None:
+        self.request = request
+        self._number = self._channel.begin(self)
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _end(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def rpc_error(code: rpc.StatusCode, details: str) -> rpc.AioRpcError:
     return rpc.AioRpcError(code, Metadata(), Metadata(), details)
+
+
+def _unavailable(why: str) -> rpc.AioRpcError:
+    return rpc_error(rpc.StatusCode.UNAVAILABLE, why)

@@ -6,6 +6,7 @@ belong to one incarnation of a process.
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +43,9 @@ class Network:
         #: May be replaced at any time; counts for what is sent from then on.
         self.weather = Weather()
         self.random = loop.stream("network").random
+        #: How many cuts there are between two hosts, and those with any.
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._cuts: set[tuple[str, str]] = set()
-        self._isolated: set[str] = set()
         #: Open ones, and closed ones with items that wait for the end of a partition.
         self.ends: dict[End, None] = {}
         self._watched: dict[SimProcess, None] = {}
@@ -66,39 +68,22 @@ class Network:
         return weather.delay_s + weather.spread_s * rare
 
     def is_cut(self, a: str, b: str) -> bool:
-        if self._isolated and a != b and (a in self._isolated or b in self._isolated):
-            return True
-        return bool(self._cuts) and ((a, b) if a < b else (b, a)) in self._cuts
+        cuts = self._cuts
+        return bool(cuts) and a != b and not cuts.isdisjoint(((a, b), (b, a), (a, ""), (b, "")))
 
-    def cut(self, a: str, b: str) -> None:
-        """From now on nothing passes between the two."""
-        self.loop.trace.add(f"network: {a} and {b} are cut off from each other")
-        self._cuts.add((a, b) if a < b else (b, a))
-        self._reconsider()
+    def cut(self, a: str, b: str = "") -> None:
+        """From now on nothing passes between the two; between `a` and any other if `b` is empty."""
+        self.loop.trace.add(f"network: {a} is cut off from {b or 'all others'}")
+        self._count_cut(a, b, 1)
 
-    def isolate(self, host: str) -> None:
-        """From now on nothing passes between `host` and any other."""
-        self.loop.trace.add(f"network: {host} is cut off")
-        self._isolated.add(host)
-        self._reconsider()
+    def heal(self, a: str, b: str = "") -> None:
+        """Ends a `cut`. If there were several, the last one to end reconnects them."""
+        self.loop.trace.add(f"network: a cut of {a} from {b or 'all others'} ends")
+        self._count_cut(a, b, -1)
 
-    def heal(self, a: str, b: str) -> None:
-        """Ends a `cut`."""
-        self.loop.trace.add(f"network: {a} and {b} reach each other")
-        self._cuts.discard((a, b) if a < b else (b, a))
-        self._reconsider()
-
-    def rejoin(self, host: str) -> None:
-        """Ends an `isolate`."""
-        self.loop.trace.add(f"network: {host} is back")
-        self._isolated.discard(host)
-        self._reconsider()
-
-    def heal_all(self) -> None:
-        if self._cuts or self._isolated:
-            self.loop.trace.add("network: all partitions end")
-        self._cuts.clear()
-        self._isolated.clear()
+    def _count_cut(self, a: str, b: str, more: int) -> None:
+        self._counts[a, b] += more
+        self._cuts = {pair for pair, count in self._counts.items() if count}
         self._reconsider()
 
     # Single messages

@@ -1,13 +1,12 @@
 """A simulated etcd of one member: the calls and watches that this project's client uses.
 
 Requests, responses and errors are those of etcd's gRPC service. A method or a field of a
-request that no code here uses is refused, not ignored.
+request that no code here uses fails the run.
 """
 
 import asyncio
 import contextlib
 import inspect
-import operator
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from typing import Any
 from aetcd import rpc
 
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
-from dynamo_lite.runtime.tasks import OwnedTasks
 from tests.simulation.loop.process import SimProcess
 from tests.simulation.network.connection import End
-from tests.simulation.network.grpc import SimChannel, rpc_error
+from tests.simulation.network.grpc import CANCEL, SimChannel, rpc_error
 from tests.simulation.network.network import Network
 from tests.simulation.servers.etcd_data import EtcdData, EtcdLeases, in_range
 
@@ -32,22 +30,14 @@ _LEASE_EXISTS = "etcdserver: lease already exists"
 _FUTURE = "etcdserver: mvcc: required revision is a future revision"
 _COMPACTED = "etcdserver: mvcc: required revision has been compacted"
 
-_RESULTS: dict[int, Callable[[Any, Any], bool]] = {
-    rpc.Compare.EQUAL: operator.eq,
-    rpc.Compare.NOT_EQUAL: operator.ne,
-    rpc.Compare.LESS: operator.lt,
-    rpc.Compare.GREATER: operator.gt,
-}
-
 
 @dataclass
 class _Watch:
     """A client's watch on a range of keys."""
 
     end: End
-    #: Of the stream within the connection.
+    #: Of the call within the connection.
     number: int
-    watch_id: int
     first: bytes
     last: bytes
     #: Changes of earlier revisions are not sent, also if they are in the future.
@@ -111,44 +101,37 @@ class EtcdServer:
 
     def _take(self, end: End, item: Any) -> None:
         match item:
-            case ("unary", number, method, request):
-                answer = ("answer", number, *self._answer(method, request))
+            case (number, "/etcdserverpb.Watch/Watch", request):
+                self._watch(end, number, request.create_request)
+            case (number, method, _) if method == CANCEL:
+                self._cancel(end, number)
+            case (number, method, request):
+                answer = (number, self._answer(method, request), True)
                 if self._slowest_answer_s:
                     delay_s = self._slowest_answer_s * self._random()
                     self._loop.call_later(delay_s, end.send, answer)
                 else:
                     end.send(answer)
-            case ("stream", number, "/etcdserverpb.Watch/Watch", request):
-                if request.WhichOneof("request_union") == "create_request":
-                    self._watch(end, number, request.create_request)
-            case ("stream", number, method, _):
-                end.send(("answer", number, _unknown(method), None))
-            case (_, number):
-                self._cancel(end, number)
 
     def _cancel(self, end: End, number: int | None = None) -> None:
-        """Ends the watches of a stream; of all streams when the connection has ended."""
+        """Ends the watch of a call; of all calls when the connection has ended."""
         self._watches = [
             watch
             for watch in self._watches
             if watch.end is not end or number not in (None, watch.number)
         ]
 
-    def _answer(self, method: str, request: Any) -> tuple[rpc.AioRpcError | None, Any]:
-        """The error or the response."""
-        function = self._methods.get(method)
-        if function is None:
-            return _unknown(method), None
+    def _answer(self, method: str, request: Any) -> Any:
+        """The response, or the error."""
         try:
-            return None, function(request)
+            return self._methods[method](request)
         except rpc.AioRpcError as error:
-            return error, None
+            return error
 
     # Keys
 
     def _range(self, request: Any) -> Any:
-        if request.count_only or request.limit or request.sort_target:
-            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "count_only, a limit or another order")
+        assert not (request.count_only or request.limit or request.sort_target)
         if request.revision > self.data.revision:
             raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
         if request.revision and request.revision < self.data.compacted:
@@ -173,44 +156,31 @@ class EtcdServer:
     def _txn(self, request: Any) -> Any:
         succeeded = all(self._holds(compare) for compare in request.compare)
         steps = request.success if succeeded else request.failure
-        for step in steps:  # before the first change
-            if step.WhichOneof("request") == "request_put":
-                self._check_lease(step.request_put.lease)
-        responses = [self._step(step) for step in steps]
+        puts = [step.request_put for step in steps]
+        assert all(put.key for put in puts), "only puts are simulated"
+        for put in puts:  # before the first change
+            self._check_lease(put.lease)
+        applied = [self._apply_put(put) for put in puts]
         self._commit()
         header = self._header()
-        for response in responses:
-            getattr(response, response.WhichOneof("response")).header.CopyFrom(header)
+        for response in applied:
+            response.header.CopyFrom(header)
+        responses = [rpc.ResponseOp(response_put=response) for response in applied]
         return rpc.TxnResponse(header=header, succeeded=succeeded, responses=responses)
 
     def _compact(self, request: Any) -> Any:
-        if request.revision > self.data.revision:
-            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
-        if request.revision <= self.data.compacted:
-            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
         self.data.compact(request.revision)
         return rpc.CompactionResponse(header=self._header())
 
     def _holds(self, compare: Any) -> bool:
+        assert compare.result == rpc.Compare.EQUAL
         kv = self.data.keys.get(compare.key)
         target = compare.WhichOneof("target_union") or "create_revision"
         if kv is None:
             if target == "value":
                 return False
             kv = rpc.KeyValue()
-        return _RESULTS[compare.result](getattr(kv, target), getattr(compare, target))
-
-    def _step(self, step: Any) -> Any:
-        match step.WhichOneof("request"):
-            case "request_put":
-                return rpc.ResponseOp(response_put=self._apply_put(step.request_put))
-            case "request_delete_range":
-                deleted = self._apply_delete(step.request_delete_range)
-                return rpc.ResponseOp(response_delete_range=deleted)
-            case "request_range":
-                return rpc.ResponseOp(response_range=self._range(step.request_range))
-            case other:
-                raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"{other} in a transaction")
+        return getattr(kv, target) == getattr(compare, target)
 
     def _apply_put(self, request: Any) -> Any:
         self._check_lease(request.lease)
@@ -249,9 +219,8 @@ class EtcdServer:
     def _watch(self, end: End, number: int, request: Any) -> None:
         """A revision in the future is waited for in silence, as etcd does."""
         data = self.data
-        watch_id = sum(w.end is end and w.number == number for w in self._watches)
         from_revision = request.start_revision or data.revision + 1
-        watch = _Watch(end, number, watch_id, request.key, request.range_end, from_revision)
+        watch = _Watch(end, number, request.key, request.range_end, from_revision)
         self._respond(watch, created=True)
         if watch.from_revision < data.compacted:
             self._respond(watch, canceled=True, compact_revision=data.compacted)
@@ -269,8 +238,8 @@ class EtcdServer:
                     self._respond(watch, events=wanted)
 
     def _respond(self, watch: _Watch, **what: Any) -> None:
-        response = rpc.WatchResponse(header=self._header(), watch_id=watch.watch_id, **what)
-        watch.end.send(("message", watch.number, response))
+        response = rpc.WatchResponse(header=self._header(), **what)
+        watch.end.send((watch.number, response, False))
 
     def _header(self) -> Any:
         return rpc.ResponseHeader(
@@ -279,10 +248,6 @@ class EtcdServer:
             revision=self.data.revision,
             raft_term=1,
         )
-
-
-def _unknown(method: str) -> rpc.AioRpcError:
-    return rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {method}")
 
 
 def _without_value(kv: Any) -> Any:
@@ -309,29 +274,16 @@ class _LoopPortal:
     """Implements Portal in the caller's own event loop: a simulation has no threads."""
 
     def __init__(self) -> None:
-        self.tasks = OwnedTasks()
+        self.started: list[Future[Any]] = []
 
     def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        task = self.tasks.start(_run(func, args, future), name="portal")
-        future.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
+        async def run() -> Any:
+            result = func(*args)
+            return await result if inspect.isawaitable(result) else result
+
+        future = asyncio.run_coroutine_threadsafe(run(), asyncio.get_running_loop())
+        self.started.append(future)
         return future
-
-
-async def _run(func: Callable[..., Any], args: tuple[Any, ...], future: Future[Any]) -> None:
-    try:
-        result = func(*args)
-        if inspect.isawaitable(result):
-            result = await result
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-    except Exception as exc:
-        if not future.cancelled():
-            future.set_exception(exc)
-    else:
-        if not future.cancelled():
-            future.set_result(result)
 
 
 @contextlib.asynccontextmanager
@@ -340,4 +292,5 @@ async def _open_portal() -> AsyncIterator[_LoopPortal]:
     try:
         yield portal
     finally:
-        await portal.tasks.join()
+        ends = [asyncio.wrap_future(future) for future in portal.started if not future.done()]
+        await asyncio.gather(*ends, return_exceptions=True)

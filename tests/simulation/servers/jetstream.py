@@ -31,10 +31,6 @@ def _time_text(wall_s: float) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-class StreamFull(Exception):
-    """The stream has as many messages as it may."""
-
-
 @dataclass
 class Message:
     """A stored message."""
@@ -81,14 +77,14 @@ class SimStream:
         payload: bytes,
         message_id: str | None,
         life_s: float | None,
-    ) -> tuple[int, bool]:
-        """The message's sequence, and whether it was there already. Raises StreamFull."""
+    ) -> tuple[int, bool] | None:
+        """The message's sequence, and whether it was there already; None: the stream is full."""
         now = self._now()
         known = self._known(message_id, now)
         if known is not None:
             return known, True
         if 0 <= self._max_messages <= len(self.messages):
-            raise StreamFull
+            return None
         self.last_sequence += 1
         sequence = self.last_sequence
         expires_at = now + min(life_s or math.inf, self._max_age_s or math.inf)
@@ -117,11 +113,6 @@ class SimStream:
                     consumer.add(message.sequence)
         return self.consumers[name]
 
-    def close(self) -> None:
-        """Deletes everything, and answers the waiting pull requests."""
-        for consumer in self.consumers.values():
-            consumer.close()
-
     def _known(self, message_id: str | None, now: float) -> int | None:
         while self._ids:
             oldest = next(iter(self._ids))
@@ -148,18 +139,14 @@ class Consumer:
     request first."""
 
     def __init__(self, stream: SimStream, config: Mapping[str, Any]):
-        if config["max_deliver"] != 1:
-            raise NotImplementedError("messages that are delivered again are not simulated")
+        assert config["max_deliver"] == 1, "messages that are delivered again are not simulated"
         self.config = config
         self._stream, self._server = stream, stream.server
         self._loop = self._server.network.loop
-        self.created = _time_text(self._server.process.wall())
         self.name: str = config["durable_name"]
         self.subject: str = config["filter_subject"]
         self.new: dict[int, None] = {}  # not delivered
-        self.delivered: set[int] = set()  # and not over
-        self.requests: deque[_Request] = deque()
-        self.deliveries = 0
+        self._requests: deque[_Request] = deque()
 
     def add(self, sequence: int) -> None:
         self.new[sequence] = None
@@ -167,7 +154,6 @@ class Consumer:
 
     def forget(self, sequence: int) -> None:
         self.new.pop(sequence, None)
-        self.delivered.discard(sequence)
 
     def ask(self, inbox: str, expires_s: float | None) -> None:
         """A pull request. expires_s: None: it does not wait."""
@@ -176,25 +162,19 @@ class Consumer:
                 self._server.tell(inbox, b"", status(404, "No Messages"))
             return
         request = _Request(inbox, self._loop.call_later(expires_s, lambda: self._expire(request)))
-        self.requests.append(request)
+        self._requests.append(request)
         self._serve()
 
     def acknowledge(self, sequence: int) -> None:
         """Also as the end of one that was terminated: in a work queue both remove it."""
         self._stream.remove(sequence)
 
-    def close(self) -> None:
-        while self.requests:
-            request = self.requests.popleft()
-            request.timer.cancel()
-            self._server.tell(request.inbox, b"", status(409, "Consumer Deleted"))
-
     def _serve(self) -> None:
-        while self.requests:
-            request = self.requests[0]
+        while self._requests:
+            request = self._requests[0]
             if self._server.interested(request.inbox) and not self._hand_out(request.inbox):
                 return
-            self.requests.popleft().timer.cancel()
+            self._requests.popleft().timer.cancel()
 
     def _hand_out(self, inbox: str) -> bool:
         """Delivers the next message, if there is one."""
@@ -203,17 +183,15 @@ class Consumer:
         if sequence is None:
             return False
         del self.new[sequence]
-        self.delivered.add(sequence)
-        self.deliveries += 1
         message = messages[sequence]
         wall_ns = int(self._server.process.wall() * _NS)
         ack = (
             f"$JS.ACK.{self._stream.name}.{self.name}.1.{sequence}"
-            f".{self.deliveries}.{wall_ns}.{len(self.new)}"
+            f".{sequence}.{wall_ns}.{len(self.new)}"
         )
         self._server.deliver(inbox, message.subject, ack, message.headers, message.payload)
         return True
 
     def _expire(self, request: _Request) -> None:
-        self.requests.remove(request)
+        self._requests.remove(request)
         self._server.tell(request.inbox, b"", status(408, "Request Timeout"))

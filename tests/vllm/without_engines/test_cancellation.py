@@ -459,7 +459,7 @@ class RemotePrefill(Pair):
                     await asyncio.sleep(0.05)
         decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
         await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
-        await self.until(lambda: not (decode.core.scheduler.has_work or prefill.core.pool.taken()))
+        await self.until(lambda: not (decode.scheduler.has_work or prefill.pool.taken()))
         await self.idle()
 
 
