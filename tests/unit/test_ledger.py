@@ -83,7 +83,7 @@ def test_the_deadline_of_a_queued_attempt(queued):
     assert queued.next_due == float("inf")
 
 
-@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
+@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER])
 def test_what_no_worker_claimed_is_taken_back_when_none_will(queued, why):
     queued.allocated("s", "b", 100.0)
     queued.claim("b", 72, WRITER, now=1.0)

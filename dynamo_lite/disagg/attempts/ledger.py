@@ -12,7 +12,7 @@ them, or read the blocks of its prefix, any more.
 A claim is a lease that its writer renews. Each answer keeps the blocks for the writer for another
 `claim_s`. Nothing else lets it write, and nothing else lets it go on.
 
-An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
+An attempt is withdrawn if the queue refused it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up or did not renew its claim, and
 before a claim if this engine drains or no writer claims it in time. That a writer has left, is
 silent, or that its engine has died, are hints: they withdraw an attempt earlier, and never free its
@@ -44,7 +44,6 @@ class Outcome(enum.Enum):
     WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
-    QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
     LEAVING = "leaving"  # this engine is draining
     TAKEN_BACK = "taken_back"  # not claimed in time
 
@@ -274,7 +273,7 @@ class Ledger:
         return out
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
-        """Queued attempts will not be claimed: no writer, no queue, or this engine drains."""
+        """Queued attempts will not be claimed: no writer, or this engine drains."""
         out: list[Instruction] = []
         for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)

@@ -72,7 +72,7 @@ class ControlSession:
         self._clients, self._on_drop = clients, on_drop
         self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
-        self.queue_watch = QueueWatch(clock.monotonic, self._on_queue_lost)
+        self.queue_watch = QueueWatch(clock.monotonic)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._queue: PrefillQueue | None = None
         self._attempts: AttemptEvents | None = None
@@ -181,11 +181,6 @@ class ControlSession:
         """These workers respond again, and those do not any more."""
         self.attempts.on_silent(lost)
         self._on_usable_change()
-
-    def _on_queue_lost(self) -> None:
-        """The queued jobs are lost: no writer would claim them before their deadlines. A job that
-        went into the new queue meanwhile is deleted with them."""
-        self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:
         if not self.workers.usable:
