@@ -116,21 +116,18 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 #: How a writer's work on an attempt ended. "written": the data and its notification are delivered.
-#: "died": the engine's process ended, and writes that it had started may still land.
-WriterOutcome = Literal["written", "failed", "abandoned", "died"]
+WriterOutcome = Literal["written", "failed", "abandoned"]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine: it starts no write or read of this attempt any more. Unless
-    the engine died, none is in flight."""
+    """Prefill worker to decode engine: no write or read of this attempt is in flight, and it starts
+    none any more."""
 
     attempt: AttemptId
     #: 0: the worker has not claimed the attempt.
     claim: ClaimId = 0
     outcome: WriterOutcome
     detail: str = ""
-    #: The sender.
-    writer_lease_id: LeaseId = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):

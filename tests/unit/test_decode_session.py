@@ -258,7 +258,7 @@ async def test_a_failure_of_the_ledger_names_its_event_and_ends_the_session(
             if event == "writer_done":
                 await asyncio.sleep(0.1)
                 assert await scene.decode.claim(attempt, WRITER) == HELD
-                done = Done(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER, outcome="failed")
+                done = Done(attempt=attempt, claim=CLAIM, outcome="failed")
                 subject = names.done_subject(NAMESPACE, ENGINE)
                 await scene.decode.messaging.publish(subject, encode(done))
             await asyncio.sleep(60)  # virtual, and cut short

@@ -90,7 +90,7 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
         assert (len(got), rig.told) == (1, [("a1", "written")])
 
 
-@pytest.mark.parametrize("outcome", ["failed", "abandoned", "died"])
+@pytest.mark.parametrize("outcome", ["failed", "abandoned"])
 async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queue(outcome: str):
     """The owner of its request decides what comes next."""
     async with computing() as rig:
@@ -99,6 +99,15 @@ async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queu
         assert rig.told == [("a1", outcome)]
         assert rig.done[0].claim == rig.claims[0].claim
         assert (await rig.total(), rig.counted(outcome)) == (0, 1)
+
+
+async def test_a_job_whose_engine_died_is_not_reported_and_its_claim_ends():
+    """What its ranks had started may still land, so nothing says that its blocks are free."""
+    async with computing() as rig:
+        [runner], rig.tasks[:] = list(rig.tasks), []
+        rig.engine.ends["a1"].cancel()
+        await eventually(runner.done)
+        assert (rig.told, rig.queue.acked, rig.engine.open("a1")) == ([], [], False)
 
 
 async def test_a_job_that_cannot_be_looked_up_because_the_store_is_away_is_handed_back():

@@ -280,7 +280,7 @@ MESSAGES = [
     (prefill.Held(for_s=3.0), prefill.decode_claim_reply),
     (prefill.ClaimRefused(reason="withdrawn"), prefill.decode_claim_reply),
     (
-        prefill.Done(attempt="a1", claim=3, outcome="failed", detail="why", writer_lease_id=31),
+        prefill.Done(attempt="a1", claim=3, outcome="failed", detail="why"),
         prefill.decode_done,
     ),
     (

@@ -14,9 +14,9 @@ A claim is a lease that its writer renews. Each answer keeps the blocks for the 
 
 An attempt is withdrawn if the queue refused it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up or did not renew its claim, and
-before a claim if this engine drains or no writer claims it in time. That a writer has left, is
-silent, or that its engine has died, are hints: they withdraw an attempt earlier, and never free its
-blocks. A renewal of a withdrawn attempt is refused, which tells its writer to stop.
+before a claim if this engine drains or no writer claims it in time. That a writer has left or is
+silent are hints: they withdraw an attempt earlier, and never free its blocks. A renewal of a
+withdrawn attempt is refused, which tells its writer to stop.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O
 and clock. Times are monotonic seconds. Safety rests on two rules: a claim holds only while the
@@ -40,7 +40,7 @@ class Outcome(enum.Enum):
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
     WRITER_ABANDONED = "writer_abandoned"  # it gave the job back without writing
-    WRITER_LOST = "writer_lost"  # its claim ran out, its keys are gone, or its engine has died
+    WRITER_LOST = "writer_lost"  # its claim ran out, or its keys are gone
     WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
@@ -251,13 +251,6 @@ class Ledger:
             return [Release(attempt)]
         entry.done = True
         return [] if outcome is None else self._withdraw(entry, outcome, detail)
-
-    def writer_died(self, attempt: str, claim: int) -> list[Instruction]:
-        """The engine of the writer is dead. Writes that it had started may still land."""
-        entry = self._attempts.get(attempt)
-        if entry is None or entry.claim != claim or entry.state is not AttemptState.HELD:
-            return []
-        return self._withdraw(entry, Outcome.WRITER_LOST)
 
     def writer_left(self, writer: int, now: float) -> list[Instruction]:
         """The writer's keys are gone: it is dead, or it leaves and renews its claims at once."""

@@ -57,15 +57,7 @@ class Claimed:
     at: float
 
 
-@dataclass(frozen=True)
-class DoneBy:
-    """This worker reports that it is done with the attempt."""
-
-    attempt: str
-    writer: int
-
-
-Event = Published | Claimed | DoneBy | Release | Ended
+Event = Published | Claimed | Release | Ended
 #: What the bridge tells the engine's thread, which takes it in each step.
 Inbox = deque[Event]
 
@@ -163,17 +155,11 @@ class AttemptEvents:
         attempt, claim, detail = done.attempt, done.claim, done.detail[:_MAX_DETAIL]
         if self.ledger.claim_of(attempt) not in (0, claim):
             raise ProtocolError(f"attempt {attempt} is held under another claim")
-        request_id = self.ledger.request(attempt)
         if done.outcome != "written":
-            what = request_id, attempt, done.outcome, detail
+            what = self.ledger.request(attempt), attempt, done.outcome, detail
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
-        if request_id is not None:
-            self._inbox.append(DoneBy(attempt, done.writer_lease_id))
-        if done.outcome == "died":
-            self.apply(lambda ledger: ledger.writer_died(attempt, claim))
-        else:
-            outcome = _OUTCOMES[done.outcome]
-            self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))
+        outcome = _OUTCOMES[done.outcome]
+        self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))
 
     def _trouble(self, writer: int) -> str:
         """Why this worker must not get a claim; empty if it may."""

@@ -102,7 +102,7 @@ class RemotePrefill:
     #: When each stage has ended, in order; those that it reached. Read by `explain`, also on the
     #: bridge's thread.
     times: dict[str, float] = field(default_factory=dict[str, float])
-    #: The worker that claimed the job, or gave it back without a claim; None: none has yet.
+    #: The worker that claimed the job; None: none has.
     writer: int | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
     outcome: Outcome | None = None

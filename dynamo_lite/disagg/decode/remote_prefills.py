@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
-from dynamo_lite.disagg.decode.attempt_events import Claimed, DoneBy, Published
+from dynamo_lite.disagg.decode.attempt_events import Claimed, Published
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import (
     Decided,
@@ -188,7 +188,7 @@ class RemotePrefills:
 
     # Events of the bridge
 
-    def note(self, event: Published | Claimed | DoneBy) -> None:
+    def note(self, event: Published | Claimed) -> None:
         """What has become of an attempt's job."""
         prefill = self._by_attempt.get(event.attempt)
         if prefill is None or prefill.outcome is not None:
@@ -202,8 +202,6 @@ class RemotePrefills:
                 pulled = max(times["decide"], event.pulled_at)
                 times["publish"] = min(times.get("publish", pulled), pulled)
                 times["pull"], times["claim"] = pulled, event.at
-                prefill.writer = event.writer
-            case DoneBy() if "claim" not in times:
                 prefill.writer = event.writer
 
     # Questions

@@ -248,15 +248,9 @@ class JobAttempt:
         request, parts = self.request, self._parts
         if outcome != "written":
             # The others are usual: a request was cancelled, or this worker leaves.
-            level = logging.WARNING if outcome in ("failed", "died") else logging.INFO
+            level = logging.WARNING if outcome == "failed" else logging.INFO
             self._log(outcome, detail, level)
-        done = Done(
-            attempt=request.attempt,
-            claim=claim,
-            outcome=outcome,
-            detail=detail,
-            writer_lease_id=parts.lease_id,
-        )
+        done = Done(attempt=request.attempt, claim=claim, outcome=outcome, detail=detail)
         subject = names.done_subject(parts.namespace, request.engine_id)
         try:
             await retry_while_unavailable(

@@ -16,7 +16,7 @@ class OpenAttempts:
     loop."""
 
     def __init__(self) -> None:
-        #: What the engine has reported of each attempt; None: it is being closed.
+        #: What the engine has reported of each attempt; None: it reports nothing more.
         self._open: dict[str, asyncio.Queue[_Sampled | AttemptOutcome | None]] = {}
 
     def __len__(self) -> int:
@@ -52,11 +52,7 @@ class OpenAttempts:
             if (reports := self._open.get(attempt)) is not None:
                 reports.put_nowait(AttemptOutcome(attempt, outcome, detail))
 
-    def died(self, why: str) -> None:
-        """The engine's process has died: ends all attempts. A dead process starts no write."""
-        for attempt, reports in self._open.items():
-            reports.put_nowait(AttemptOutcome(attempt, "died", why))
-
     def cancel(self) -> None:
+        """The engine is closed, or its process has died: nothing is reported any more."""
         for reports in self._open.values():
             reports.put_nowait(None)

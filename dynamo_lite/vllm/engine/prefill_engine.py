@@ -7,7 +7,7 @@ from vllm.lora.request import LoRARequest
 from dynamo_lite.disagg.counters import BROKEN_LINK
 from dynamo_lite.disagg.engine import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
-from dynamo_lite.protocol.errors import EngineDied, Refused
+from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
@@ -41,9 +41,9 @@ class VllmPrefillEngine(VllmEngine):
                     for engine_id, why in counts.get(BROKEN_LINK, ()):
                         on_broken_link(engine_id, why)
                     self._attempts.apply(counts)
-        except EngineDied as exc:
-            self._attempts.died(str(exc))
-            raise
+        finally:
+            # A dead process starts no write. The claims are not renewed any more.
+            self._attempts.cancel()
 
     async def prefill(
         self,
