@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
-from dynamo_lite.protocol.generate import Adapter, Count, RequestId, Seconds, Timestamp, TokenId
+from dynamo_lite.protocol.generate import Adapter, Count, RequestId, Timestamp, TokenId
 from dynamo_lite.protocol.records import LeaseId, Natural, Positive
 
 AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
@@ -97,8 +97,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     #: Random; the same in all messages of one writer about one attempt. Only the writer knows it.
     claim: Positive
     writer_lease_id: LeaseId
-    #: Seconds since the worker pulled the job.
-    held_s: Seconds = 0.0
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -220,9 +220,7 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     assert decode.counted("remote/committed") == 1
     decode.half.state_after_alloc(prompt("r1", 10), [], 0)
     stages = {name for name in decode.half.stats.data if name.startswith("stage/")}
-    assert stages == {
-        f"stage/{s}" for s in ("decide", "publish", "pull", "claim", "fill", "resume")
-    }
+    assert stages == {f"stage/{stage}" for stage in ("decide", "queue", "fill", "resume")}
     assert decode.half.build_step().give_up == []
     await decode.step()
     assert not decode.half.busy

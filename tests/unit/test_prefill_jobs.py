@@ -42,7 +42,7 @@ async def test_a_written_job_is_claimed_reported_and_acknowledged():
         await rig.push(prefill_job())
         await rig.acked()
         [claim] = rig.claims
-        assert claim == Claim(attempt="a1", claim=1, writer_lease_id=LEASE, held_s=claim.held_s)
+        assert claim == Claim(attempt="a1", claim=1, writer_lease_id=LEASE)
         assert rig.told == [("a1", "written")]
         assert rig.done[0].claim == claim.claim
         assert rig.engine.cells["a1"].claim == claim.claim

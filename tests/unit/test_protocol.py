@@ -274,7 +274,7 @@ MESSAGES = [
     (JOB, prefill.decode_job),
     (FULL_JOB, prefill.decode_job),
     (
-        prefill.Claim(attempt="a1", claim=(1 << 63) - 1, writer_lease_id=LEASE, held_s=0.5),
+        prefill.Claim(attempt="a1", claim=(1 << 63) - 1, writer_lease_id=LEASE),
         prefill.decode_claim,
     ),
     (prefill.Held(for_s=3.0), prefill.decode_claim_reply),
@@ -541,7 +541,6 @@ OUT_OF_RANGE = [
     (prefill.decode_job, JOB, "deadline", ["soon"]),
     (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
     (prefill.decode_claim, CLAIM, "claim", [-1, 0, 1 << 63, None, "1"]),
-    (prefill.decode_claim, CLAIM, "held_s", [-1.0]),
     (prefill.decode_claim_reply, prefill.Held(for_s=1.0), "for_s", [0.0, 61.0]),
     (prefill.decode_done, prefill.Done(attempt="a", outcome="written"), "outcome", ["perhaps"]),
     (prefill.decode_first_token, FIRST_TOKEN, "token_id", [-1]),

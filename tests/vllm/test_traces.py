@@ -21,7 +21,6 @@ REMOTE = {
     ("decode worker", "VllmWorker", "generate"),
     ("decision", "VllmWorker", "decode worker"),
     ("remote prefill", "VllmWorker", "decode worker"),
-    ("publish", "VllmWorker", "remote prefill"),
     ("queue wait", "VllmWorker", "remote prefill"),
     ("prefill job", "PrefillWorker", "remote prefill"),
     ("claim", "PrefillWorker", "prefill job"),

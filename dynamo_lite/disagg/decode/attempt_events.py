@@ -38,26 +38,16 @@ _MAX_DETAIL = 500
 
 
 @dataclass(frozen=True)
-class Published:
-    """The broker has confirmed the attempt's job. at: monotonic seconds."""
-
-    attempt: str
-    at: float
-
-
-@dataclass(frozen=True)
 class Claimed:
-    """A writer holds the attempt. claim: its id. pulled_at, at: when the writer pulled the job, and
-    when it claimed it, in monotonic seconds."""
+    """A writer holds the attempt since `at`, in monotonic seconds. claim: its id."""
 
     attempt: str
     claim: int
     writer: int
-    pulled_at: float
     at: float
 
 
-Event = Published | Claimed | Release | Ended
+Event = Claimed | Release | Ended
 #: What the bridge tells the engine's thread, which takes it in each step.
 Inbox = deque[Event]
 
@@ -145,7 +135,7 @@ class AttemptEvents:
         if is_first:
             # Before the writer gets its answer, so that the ranks know the claim before the first
             # commit, or in the step after it.
-            self._inbox.append(Claimed(attempt, claim.claim, writer, now - claim.held_s, now))
+            self._inbox.append(Claimed(attempt, claim.claim, writer, now))
         self._set_timer()
         return encode(Held(for_s=self.ledger.claim_s))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.disagg.attempts.ledger import Ledger, Outcome
 from dynamo_lite.disagg.bridge import ServerClients
-from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent, Published
+from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
@@ -150,7 +150,6 @@ class ControlSession:
             logger.info(why, job.request_id, exc)
             apply(lambda ledger: ledger.not_published(attempt))
         else:
-            self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             apply(lambda ledger: ledger.published(attempt, sequence, lane))
 

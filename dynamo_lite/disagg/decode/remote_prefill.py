@@ -2,8 +2,7 @@
 
 The stages of a remote prefill, each from the end of the one before:
 
-    decided ─decide─► asked ─publish─► queued ─pull─► pulled ─claim─► claimed
-            ─fill─► received ─resume─► scheduled
+    decided ─decide─► asked ─queue─► claimed ─fill─► received ─resume─► scheduled
 
 Without a commit the last one is `lost`, from the last stage that was reached.
 """
@@ -193,7 +192,5 @@ def _note_spans(stats: Counters, prefill: RemotePrefill) -> None:
         named["dynamo_lite.detail"] = prefill.detail
     asked, *_, ended = times.values()
     note_span(stats, "remote prefill", trace, above.span_id, asked, ended, attributes=named)
-    if "publish" in times:
-        note_child(stats, "publish", trace, asked, times["publish"])
-    if "pull" in times:
-        note_child(stats, "queue wait", trace, times["publish"], times["pull"])
+    if "queue" in times:
+        note_child(stats, "queue wait", trace, asked, times["queue"])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
-from dynamo_lite.disagg.decode.attempt_events import Claimed, Published
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import (
     Decided,
@@ -188,21 +187,11 @@ class RemotePrefills:
 
     # Events of the bridge
 
-    def note(self, event: Published | Claimed) -> None:
-        """What has become of an attempt's job."""
-        prefill = self._by_attempt.get(event.attempt)
-        if prefill is None or prefill.outcome is not None:
-            return
-        times = prefill.times
-        match event:
-            case Published():
-                times.setdefault("publish", event.at)
-            case Claimed():
-                # It may have been pulled before the broker's confirmation of the push came.
-                pulled = max(times["decide"], event.pulled_at)
-                times["publish"] = min(times.get("publish", pulled), pulled)
-                times["pull"], times["claim"] = pulled, event.at
-                prefill.writer = event.writer
+    def claimed(self, attempt: str, writer: int, at: float) -> None:
+        """A prefill worker writes the attempt since `at`."""
+        prefill = self._by_attempt.get(attempt)
+        if prefill is not None and prefill.outcome is None:
+            prefill.times["queue"], prefill.writer = at, writer
 
     # Questions
 

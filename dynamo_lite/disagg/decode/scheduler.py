@@ -319,10 +319,9 @@ class DecodeScheduler:
                         logger.info(
                             "request %s: attempt %s ended: %s", request_id, attempt, outcome.value
                         )
-                case event:
-                    if isinstance(event, Claimed):
-                        self._message.claims[event.attempt] = event.claim
-                    self.prefills.note(event)
+                case Claimed(attempt, claim, writer, at):
+                    self._message.claims[attempt] = claim
+                    self.prefills.claimed(attempt, writer, at)
 
     def _transferred(self, request_id: str, *, received: bool) -> None:
         prefill = self.prefills.unparked(request_id, received=received)

@@ -190,14 +190,9 @@ class JobAttempt:
         absent_s: for how long while the engine does not listen."""
         parts, request = self._parts, self.request
         subject = names.claim_subject(parts.namespace, request.engine_id)
+        claim = Claim(attempt=request.attempt, claim=self._claim, writer_lease_id=parts.lease_id)
         absent_until = until if absent_s is None else self._boottime() + absent_s
         while (left_s := until - (asked_at := self._boottime())) > 0:
-            claim = Claim(
-                attempt=request.attempt,
-                claim=self._claim,
-                writer_lease_id=parts.lease_id,
-                held_s=self._now() - self._pulled,
-            )
             timeout_s = min(_TRY_S, left_s)
             try:
                 reply = await parts.messaging.request(subject, encode(claim), timeout_s=timeout_s)
