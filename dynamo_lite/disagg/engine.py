@@ -42,9 +42,8 @@ class AttemptOutcome:
     detail: str = ""
 
 
-#: Takes the token that follows a job's prompt, and how many tokens of the prompt the engine had in
-#: its prefix cache.
-OnFirstToken = Callable[[int, int], Awaitable[None]]
+#: Takes the token that follows a job's prompt.
+OnFirstToken = Callable[[int], Awaitable[None]]
 
 #: Takes the id of a decode engine, and why a transfer with it failed.
 OnBrokenLink = Callable[[str, str], None]

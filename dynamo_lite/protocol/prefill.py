@@ -141,8 +141,6 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     token_id: TokenId
     #: From the job.
     cached_tokens: Count = 0
-    #: Prompt tokens in the prefill engine's own prefix cache.
-    writer_cached_tokens: Count = 0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -174,8 +172,6 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[Part] = []
     #: Whether it is the rank's last write, the commit.
     last: bool = False
-    #: In a commit: prompt tokens that the prefill engine had in its prefix cache.
-    cached_tokens: Count = 0
 
 
 decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)

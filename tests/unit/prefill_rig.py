@@ -108,7 +108,7 @@ class ScriptedEngine:
         if self.raises is not None:
             raise self.raises
         if self.samples is not None:
-            await on_first_token(self.samples, 8)
+            await on_first_token(self.samples)
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         if not self.holds:
             end.set_result("written" if self.open(job.attempt) else "abandoned")

@@ -6,7 +6,7 @@ by the test, over the queue's and the messaging's in-process twins.
 
 import pytest
 
-from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
+from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
@@ -75,16 +75,13 @@ async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: D
     assert (await decode.job_of_step()).first_token is None
 
 
-async def test_cached_is_what_no_engine_computes(decode: Decode):
-    for name, cached, writer, told in (("r1", 8, 4, 8), ("r2", 4, 12, 12), ("r3", 0, 99, 16)):
+async def test_what_a_prefill_worker_has_computed_does_not_count_as_cached(decode: Decode):
+    for name, cached in (("r1", 8), ("r2", 0)):
         decode.admit(prompt(name, 17), cached)
         await decode.job_of_step()
-        report = WorkerReport(cached={name: writer})
-        decode.half.worker_output(RankResults(), report)
-        assert decode.half.cached_tokens(name) == cached
         decode.output(name)
-        assert decode.half.cached_tokens(name) == told
-    assert decode.half.cached_tokens("r4") is None
+        assert decode.half.cached_tokens(name) == cached
+    assert decode.half.cached_tokens("r3") is None
 
 
 async def test_what_another_connector_can_load_counts_as_cached(decode: Decode):

@@ -81,9 +81,7 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
         async with rig.messaging.serve(subject, take):
             await rig.push(prefill_job(first_token=wanted))
             await eventually(lambda: got)
-            first = FirstToken(
-                request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4, writer_cached_tokens=8
-            )
+            first = FirstToken(request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4)
             assert decode_first_token(got[0]) == first
             rig.engine.ends["a1"].set_result("written")
             await rig.acked()

@@ -284,9 +284,7 @@ MESSAGES = [
         prefill.decode_done,
     ),
     (
-        prefill.FirstToken(
-            request_id="r1", attempt="a1", token_id=7, cached_tokens=32, writer_cached_tokens=48
-        ),
+        prefill.FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
         prefill.decode_first_token,
     ),
     (health.Leave(lease_id=31), health.decode_leave),
@@ -296,7 +294,6 @@ MESSAGES = [
             claim=7,
             rank=1,
             num_blocks=63,
-            cached_tokens=32,
             writers=2,
             parts=[prefill.Part(0, 4, 64, 128)],
             last=True,

@@ -65,11 +65,8 @@ class RemotePrefill:
     #: `SingleFlight` writes and reads it, until the prompt has its blocks.
     wait: PrefixWait | None = None
 
-    #: Prompt tokens that no engine computes: those that were cached here at the first decision, or
-    #: at the prefill engine that has written the rest.
+    #: Prompt tokens that were cached here at the first decision.
     cached_tokens: int = 0
-    #: The latter, as its commit says. They count when the KV is complete.
-    writer_cached: int = 0
 
     #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0

@@ -134,11 +134,6 @@ class RemotePrefills:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
-    def committed(self, request_id: str, cached: int) -> None:
-        """The writers have committed to a rank; the prefill engine had `cached` tokens."""
-        if (prefill := self.by_request.get(request_id)) is not None:
-            prefill.writer_cached = min(cached, prefill.decided.inputs.prompt_tokens - 1)
-
     def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
         """The engine learns that the KV came, or that it will not come. Returns None for KV that
         another connector has loaded."""
@@ -148,7 +143,6 @@ class RemotePrefills:
         self._unpark(prefill)
         if received:
             prefill.prompt = None
-            prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
         return prefill
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:

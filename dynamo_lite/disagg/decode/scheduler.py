@@ -164,13 +164,12 @@ class DecodeScheduler:
         """The worker halves report which requests have received their KV or lost it."""
         for request_id, blocks in report.landed.items() if report is not None else ():
             self.prefills.landed(request_id, blocks)
-        for request_id, cached in report.cached.items() if report is not None else ():
-            self.prefills.committed(request_id, cached)
         for request_id in sorted(results.received | results.lost):
             self._transferred(request_id, received=request_id not in results.lost)
 
     def cached_tokens(self, request_id: str) -> int | None:
-        """Prompt tokens that no engine computes for the request; None without a remote prefill."""
+        """Prompt tokens that were in the prefix cache before the request's remote prefill; None
+        without one."""
         prefill = self.prefills.by_request.get(request_id)
         return None if prefill is None or not prefill.tries else prefill.cached_tokens
 

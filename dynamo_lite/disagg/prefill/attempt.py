@@ -213,9 +213,9 @@ class JobAttempt:
             return answer
         return None
 
-    async def _first_token(self, token_id: int, cached: int) -> None:
+    async def _first_token(self, token_id: int) -> None:
         """Sends the first token of the answer to the decode worker. If it gets lost, the decode
-        engine's is sent to the client. cached: prompt tokens in this engine's prefix cache."""
+        engine's is sent to the client."""
         request, parts = self.request, self._parts
         if request.first_token is None:
             return
@@ -224,7 +224,6 @@ class JobAttempt:
             attempt=request.attempt,
             token_id=token_id,
             cached_tokens=request.first_token.cached_tokens,
-            writer_cached_tokens=cached,
         )
         subject = names.first_token_subject(parts.namespace, request.engine_id)
         try:

@@ -299,7 +299,6 @@ class BlockWrites:
                 writers=peer.writers,
                 parts=list(peer.parts),
                 last=write.last,
-                cached_tokens=write.cached_tokens if write.last else 0,
             )
         )
 

@@ -62,8 +62,6 @@ class _Job:
     #: Monotonic time of the job's first step.
     scheduled: float = 0.0
     trace: TraceContext | None = None
-    #: Prompt tokens that were in this engine's prefix cache.
-    cached_tokens: int = 0
     #: Whether the ranks know the decode engine.
     announced: bool = False
     #: Whether the last write is scheduled.
@@ -80,9 +78,9 @@ class _Job:
         """Number of the first block to write, in the decode engine's blocks."""
         return self.params.num_computed_tokens // self.params.block_size
 
-    def begin(self, now: float, cached: int) -> None:
-        """Its first step. cached: tokens of its prompt in this engine's prefix cache."""
-        self.state, self.scheduled, self.cached_tokens = _State.RUNNING, now, cached
+    def begin(self, now: float) -> None:
+        """Its first step."""
+        self.state, self.scheduled = _State.RUNNING, now
         self.written, self.trace = self.first, traced(self.request.trace_headers)
 
     @property
@@ -145,7 +143,6 @@ class _Job:
             first=first,
             skip_tokens=skip,
             other_groups=others,
-            cached_tokens=self.cached_tokens,
             began=began,
             trace=self.trace,
             cell=self.params.cell,
@@ -222,18 +219,16 @@ class PrefillScheduler:
         block_ids: Sequence[int],
         external: int,
         queued_at: float | None = None,
-        cached: int = 0,
     ) -> None:
         """The engine starts a job, or has reserved `block_ids` to read `external` tokens.
 
-        queued_at: monotonic time of the job's arrival in the engine. cached: tokens of its prompt
-        in this engine's prefix cache.
+        queued_at: monotonic time of the job's arrival in the engine.
         """
         job = self._job(request)
         if job is None or job.state is not _State.ARRIVED:
             return
         now = self._now()
-        job.begin(now, cached)
+        job.begin(now)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
             if job.trace is not None:

@@ -33,9 +33,7 @@ class VllmPrefillEngine(VllmEngine):
                 # First tokens are taken before the outcomes of attempts, which come with the
                 # statistics.
                 for output in outputs.outputs:
-                    counts = output.prefill_stats
-                    cached = 0 if counts is None else counts.num_local_cached_tokens
-                    self._attempts.sampled(output.request_id, output.new_token_ids, cached)
+                    self._attempts.sampled(output.request_id, output.new_token_ids)
                 stats = outputs.scheduler_stats
                 if stats is not None and (counts := stats.kv_connector_stats):
                     for engine_id, why in counts.get(BROKEN_LINK, ()):
