@@ -14,7 +14,7 @@ from dynamo_lite.disagg.queue.base import QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue, check_queue
 from dynamo_lite.disagg.queue.topology import shared_settings
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
+from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.serve.embedded import EmbeddedNats
@@ -170,7 +170,7 @@ async def test_a_push_with_an_unreadable_confirmation_may_have_queued_the_job(js
             changed(PUSH, None, "seq"),
         ):
             js.instead = {PUSH: answer}
-            with pytest.raises(PushAmbiguous):
+            with pytest.raises(BrokerUnavailable):
                 await queue.push(b"x", message_id="1")
         js.instead = {}
         assert await queue.push(b"x", message_id="1") == 1

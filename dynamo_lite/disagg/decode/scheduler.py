@@ -19,7 +19,7 @@ from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
-from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
+from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
@@ -156,7 +156,7 @@ class DecodeScheduler:
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
-            self.bridge.submit(self._net.stepped(StepEvents(events, jobs)))
+            self.bridge.submit(self._net.stepped(events, jobs))
         message, self._message = self._message, DecodeStep()
         return message
 

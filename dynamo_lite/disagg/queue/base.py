@@ -103,8 +103,7 @@ class PrefillQueue(Protocol):
         """Returns the job's sequence. A repeated `message_id` queues nothing new. life_s: how long
         the broker keeps the job, pulled or not, in whole seconds.
 
-        Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
-        if it may be queued.
+        Raises QueueFull or BrokerUnavailable. After the latter it may be queued all the same.
         """
         ...
 
