@@ -99,15 +99,6 @@ async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queu
         assert (await rig.total(), rig.counted(outcome)) == (0, 1)
 
 
-async def test_a_job_whose_engine_died_is_not_reported_and_its_claim_ends():
-    """What its ranks had started may still land, so nothing says that its blocks are free."""
-    async with computing() as rig:
-        [runner], rig.tasks[:] = list(rig.tasks), []
-        rig.engine.ends["a1"].cancel()
-        await eventually(runner.done)
-        assert (rig.told, rig.queue.acked, rig.engine.open("a1")) == ([], [], False)
-
-
 async def test_a_job_that_cannot_be_looked_up_because_the_store_is_away_is_handed_back():
     async with working() as rig:
         rig.store.set_available(False)

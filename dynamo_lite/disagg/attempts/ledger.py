@@ -76,7 +76,7 @@ class Ended:
 
 Instruction = DeleteJob | Release | Ended
 
-#: How long a claim holds after each answer, in seconds. A writer renews it three times as often.
+#: How long a claim holds after each answer, in seconds. A writer renews it twelve times as often.
 CLAIM_S = 3.0
 #: How long a writer whose keys are gone has to renew its claims: then it is leaving, not dead.
 LEAVING_S = 0.5

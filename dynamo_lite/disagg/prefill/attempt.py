@@ -6,7 +6,6 @@ how a decode engine cancels. So does the end of the claim, if no answer comes.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -50,6 +49,9 @@ from dynamo_lite.runtime.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
+#: After which part of the time for which a claim holds it is renewed. A decode engine that sees the
+#: keys of this worker go waits for one renewal (`LEAVING_S` of `disagg/attempts/ledger.py`).
+RENEWAL = 1 / 12
 #: How long a first claim is sent again without an answer, and while the engine does not listen.
 _FIRST_S, _ABSENT_S = 3.0, 0.5
 #: How long one try waits for its answer. An engine in a long step answers late.
@@ -162,20 +164,9 @@ class JobAttempt:
 
     async def _renew(self, cell: OpenCell) -> None:
         """Repeats the claim until it is refused or has ended. Then no write starts any more, and
-        the engine stops its work on the job.
-
-        When this worker begins to leave, it renews the claim at once, and more often: the decode
-        engine notices that its keys are gone before or after that, and waits for a renewal.
-        """
-        leaving, left = self._parts.leaving, False
+        the engine stops its work on the job."""
         while True:
-            if left:
-                await asyncio.sleep(self._for_s / 12)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._for_s / 3):
-                        await leaving.wait()
-                left = leaving.is_set()
+            await asyncio.sleep(self._for_s * RENEWAL)
             answer = await self._ask(cell, self._until)
             if not isinstance(answer, Held):
                 cell.hold_until(0.0)
