@@ -58,8 +58,6 @@ class BlockWrite:
     other_groups: list[tuple[list[int], list[int]]] = field(
         default_factory=list[tuple[list[int], list[int]]]
     )
-    #: When this step began, on this host's monotonic clock.
-    began: float = 0.0
     #: Span of the job; None without a trace.
     trace: TraceContext | None = None
     #: Of the attempt's claim. Nothing is written while it is closed.

@@ -108,10 +108,10 @@ class _Job:
             cell=self.params.cell,
         )
 
-    def write(self, done_tokens: int, blocks_of: BlocksOf, began: float) -> BlockWrite | None:
+    def write(self, done_tokens: int, blocks_of: BlocksOf) -> BlockWrite | None:
         """The write of the blocks that this step completes; None if it completes none.
 
-        done_tokens: tokens that are computed after this step. began: when the step began.
+        done_tokens: tokens that are computed after this step.
         """
         total, size = self.params.num_tokens, self.params.block_size
         # The last step may compute only the token to sample from. A block is left for its write.
@@ -143,7 +143,6 @@ class _Job:
             first=first,
             skip_tokens=skip,
             other_groups=others,
-            began=began,
             trace=self.trace,
             cell=self.params.cell,
         )
@@ -249,7 +248,7 @@ class PrefillScheduler:
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self.stats.add(COMPUTED, tokens)
                 done = job.request.num_computed_tokens + tokens
-                if (write := job.write(done, self._blocks_of, self._stepped_at)) is not None:
+                if (write := job.write(done, self._blocks_of)) is not None:
                     self._announce(step, job)
                     step.writes.append(write)
         return step

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome
-from dynamo_lite.protocol.errors import ProtocolError, Refused
+from dynamo_lite.protocol.errors import EngineDied, ProtocolError, Refused
 from dynamo_lite.protocol.generate import Adapter, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
@@ -341,6 +342,23 @@ async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))
     assert tokens.empty()
+
+
+async def test_a_job_ends_without_an_outcome_when_its_engine_dies(
+    prefill_rig: PrefillRig, monkeypatch: pytest.MonkeyPatch
+):
+    """What it had started to write may still land, so nothing may say that it has ended."""
+    engine, target = prefill_rig.engine, engine_metadata(num_blocks=9)
+    monkeypatch.setattr(
+        prefill_rig.core, "get_output_async", AsyncMock(side_effect=EngineDeadError)
+    )
+    job = engine.prefill(prefill_job(), target, Cell(), AsyncMock())
+    run = asyncio.create_task(job)
+    await eventually(lambda: prefill_rig.core.added)
+    with pytest.raises(EngineDied):
+        await engine.run_prefills(lambda *link: None)
+    await asyncio.wait([run])
+    assert run.cancelled() and not engine.busy
 
 
 async def test_a_broken_link_is_reported(prefill_rig: PrefillRig):
