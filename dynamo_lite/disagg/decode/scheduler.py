@@ -28,7 +28,7 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
+from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -212,7 +212,7 @@ class DecodeScheduler:
             cached_tokens=cached,
             offloaded_tokens=offloaded,
             queue=self._queue(at),
-            time_left_s=min(timeout_s, time_left_s(request, at)),
+            time_left_s=min(timeout_s, decode_params_of(request).time_left_s(at)),
             transferable=transferable and request.prompt_token_ids is not None,
             leaving=self._net.leaving,
             prefix_awaited=known is not None and known.wait is not None and known.wait.served,
@@ -244,13 +244,13 @@ class DecodeScheduler:
         first = self._first_awaited(tables, computed)
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
-        attempt = self._new_attempt()
+        attempt, params = self._new_attempt(), decode_params_of(request)
         until = self.prefills.asked(
             prefill,
             request,
             attempt,
             now,
-            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
+            timeout_s=min(options.remote_prefill_timeout_s, params.time_left_s(now)),
             first_block=first,
             awaited_tokens=external,
             # A window keeps the end of a prompt only, which serves no other prompt.
@@ -277,9 +277,9 @@ class DecodeScheduler:
             deadline=self._clock.wall() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            adapter=adapter_of(request),
+            adapter=params.adapter,
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
-            first_token=_first_token(request, wanted - external),
+            first_token=_first_token(request, params, wanted - external),
         )
         return job, until
 
@@ -358,9 +358,11 @@ class DecodeScheduler:
         )
 
 
-def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
+def _first_token(
+    request: Prompt, params: DecodeRequestParams, cached: int
+) -> FirstTokenWanted | None:
     """cached: prompt tokens in the prefix cache."""
-    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
+    sampling, prompt = params.first_token, request.prompt_token_ids
     if sampling is None or not prompt:
         return None
     return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)
