@@ -12,8 +12,6 @@ import contextlib
 import logging
 import math
 
-from prometheus_client import Gauge
-
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
@@ -68,11 +66,6 @@ class PeerLinks:
         self.listed = asyncio.Event()
         #: The misfit that was reported last.
         self._reported = ""
-        Gauge(
-            "dynamo_lite_prefill_worker_unfit",
-            "1 while there are decode engines, and this prefill worker fits none of them",
-            registry=host.registry,
-        ).set_function(lambda: float(bool(self.misfit)))
 
     async def run(self) -> None:
         """Follows the engines in the store. A task of the process."""
