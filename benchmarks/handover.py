@@ -25,14 +25,12 @@ _PAUSE_S = 0.05
 _STAGE = "dynamo_lite_remote_prefill_stage_seconds"
 _SOURCES = {
     "decide": (_STAGE, "VllmWorker"),
-    "publish": (_STAGE, "VllmWorker"),
-    "pull": (_STAGE, "VllmWorker"),
+    "queue": (_STAGE, "VllmWorker"),
     "fill": (_STAGE, "VllmWorker"),
     "resume": (_STAGE, "VllmWorker"),
     "wait": (_STAGE, "PrefillWorker"),
     "compute": (_STAGE, "PrefillWorker"),
     "write": (_STAGE, "PrefillWorker"),
-    "claim": (_STAGE, "VllmWorker"),
 }
 
 _ABOUT = f"""\
@@ -50,9 +48,7 @@ The split comes from the workers' own metrics ({_STAGE}),
 read before and after each request:
 
   decide    decode engine: from its look at the prompt to the job in hand
-  publish   until the broker has the job (or it is claimed, if that is sooner)
-  pull      until a prefill worker has pulled it, and the claim on its way
-  claim     what the worker does before the claim: it looks at the job and its target
+  queue     until a prefill worker has pulled and claimed it
   fill      from the claim until the decode engine has noticed that all KV is there:
     wait      prefill engine: from arrival to its first step
     compute   from there to the last write
@@ -79,7 +75,7 @@ class Length:
     skipped: int = 0
 
 
-_ROWS = ("decide", "publish", "pull", "claim", "wait", "compute", "write", "notice", "resume")
+_ROWS = ("decide", "queue", "wait", "compute", "write", "notice", "resume")
 _OVERHEAD = tuple(stage for stage in _ROWS if stage != "compute")
 
 

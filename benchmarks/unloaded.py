@@ -15,7 +15,7 @@ from benchmarks.systems import add_dtype, bench_graph, engine, ready
 
 #: Prompts of up to so many tokens are prefilled locally.
 MODES = {"local": 8192, "remote": 128}
-STAGES = ("decide", "publish", "pull", "claim", "wait", "compute", "write", "notice", "resume")
+STAGES = ("decide", "queue", "wait", "compute", "write", "notice", "resume")
 
 _ABOUT = """\
 Two servers of the same random Llama of 119 million parameters, up at the same time:

@@ -76,8 +76,8 @@ def forged() -> list[bytes]:
     return [
         b"",
         encode(Claim(attempt=attempt, claim=1, writer_lease_id=1)),
-        encode(Done(attempt=attempt, writer_lease_id=1, outcome="failed")),
-        encode(Done(attempt=attempt, claim=1, writer_lease_id=1, outcome="died")),
+        encode(Done(attempt=attempt, outcome="failed")),
+        encode(Done(attempt=attempt, claim=1, outcome="abandoned")),
         encode(FirstToken(attempt=attempt, request_id="r1", token_id=1)),
         encode(Leave(lease_id=1)),
         encode(

@@ -8,7 +8,6 @@ never blocks) and the locked state of the caller.
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -23,7 +22,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED
+from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, end_process
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -79,11 +78,6 @@ class NatsEtcdClients:
 OpenBridge = Callable[[OpenSession], Bridge]
 
 
-def _end_process() -> None:
-    # The engine's thread may be anywhere, and an exception in this thread would not reach it.
-    os._exit(EXIT_OWNED_TASK_FAILED)
-
-
 class ThreadBridge:
     """Runs the session in an event loop of its own thread.
 
@@ -92,7 +86,7 @@ class ThreadBridge:
     and the worker is started again.
     """
 
-    def __init__(self, session: OpenSession, *, end_process: Callable[[], None] = _end_process):
+    def __init__(self, session: OpenSession, *, end_process: Callable[[], None] = end_process):
         self._session, self._end_process = session, end_process
         self._closing = False
         self._loop = uvloop.new_event_loop()

@@ -71,9 +71,9 @@ SECONDS = _durations(
 STAGE = _durations(
     "stage",
     "dynamo_lite_remote_prefill_stage_seconds",
-    "Stages of a remote prefill: decide, publish, pull (its wait in the queue), claim,"
-    " fill, resume, first_token in the decode engine; wait, compute, write (the last one,"
-    " which commits) in the prefill engine",
+    "Stages of a remote prefill: decide, queue (until a prefill worker has claimed it), fill,"
+    " resume, first_token in the decode engine; wait, compute, write (the last one, which"
+    " commits) in the prefill engine",
     "stage",
     buckets=(0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
 )

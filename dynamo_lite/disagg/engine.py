@@ -35,17 +35,15 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How a prefill engine's work on one attempt ended. Unless it died, no write is in flight any
-    more."""
+    """How a prefill engine's work on one attempt ended. No write is in flight any more."""
 
     attempt: str
     outcome: WriterOutcome
     detail: str = ""
 
 
-#: Takes the token that follows a job's prompt, and how many tokens of the prompt the engine had in
-#: its prefix cache.
-OnFirstToken = Callable[[int, int], Awaitable[None]]
+#: Takes the token that follows a job's prompt.
+OnFirstToken = Callable[[int], Awaitable[None]]
 
 #: Takes the id of a decode engine, and why a transfer with it failed.
 OnBrokenLink = Callable[[str, str], None]
@@ -113,7 +111,8 @@ class PrefillEngine(Engine, Protocol):
     """Computes prompts and writes their KV into other engines' blocks."""
 
     async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
-        """Drives the engine; must run while `prefill` is awaited. Raises EngineDied.
+        """Drives the engine; must run while `prefill` is awaited, which is cancelled when it ends.
+        Raises EngineDied.
 
         on_broken_link: called when the first contact with a decode engine, a write or a read has
         failed, before the attempts end for which it did.

@@ -58,10 +58,6 @@ class BlockWrite:
     other_groups: list[tuple[list[int], list[int]]] = field(
         default_factory=list[tuple[list[int], list[int]]]
     )
-    #: Prompt tokens that were in this engine's prefix cache.
-    cached_tokens: int = 0
-    #: When this step began, on this host's monotonic clock.
-    began: float = 0.0
     #: Span of the job; None without a trace.
     trace: TraceContext | None = None
     #: Of the attempt's claim. Nothing is written while it is closed.
@@ -121,8 +117,6 @@ class WorkerReport:
     failures: dict[str, str] = field(default_factory=dict)
     #: Blocks that have arrived of a lost request's attempt, from the first one on, by request.
     landed: dict[str, int] = field(default_factory=dict)
-    #: Prompt tokens that the prefill engine had in its prefix cache, by request whose KV came.
-    cached: dict[str, int] = field(default_factory=dict)
     #: Why a transfer with a decode engine failed, by engine.
     broken: dict[str, str] = field(default_factory=dict)
 
@@ -131,5 +125,4 @@ class WorkerReport:
         landed = {**self.landed, **other.landed}
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])
-        failures, cached = self.failures | other.failures, self.cached | other.cached
-        return WorkerReport(failures, landed, cached, self.broken | other.broken)
+        return WorkerReport(self.failures | other.failures, landed, self.broken | other.broken)

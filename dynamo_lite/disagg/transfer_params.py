@@ -81,6 +81,10 @@ class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     #: The request's LoRA adapter, with the digest of this worker's files.
     adapter: Adapter | None = None
 
+    def time_left_s(self, now: float) -> float:
+        """Infinite without a limit. now: monotonic."""
+        return math.inf if self.deadline is None else self.deadline - now
+
 
 def pack(params: msgspec.Struct) -> dict[str, Any]:
     return msgspec.to_builtins(params, builtin_types=(bytes,))
@@ -124,19 +128,6 @@ def with_first_token(
     return made | {"first_token": pack(sampling)}
 
 
-def time_left_s(request: Prompt, now: float) -> float:
-    """Infinite for a request without a limit."""
-    params = unpack(request, DecodeRequestParams)
-    return math.inf if params is None or params.deadline is None else params.deadline - now
-
-
-def adapter_of(request: Prompt) -> Adapter | None:
-    """The request's LoRA adapter."""
-    params = unpack(request, DecodeRequestParams)
-    return None if params is None else params.adapter
-
-
-def first_token_sampling(request: Prompt) -> FirstTokenSampling | None:
-    """How a prefill worker can sample the request's first token; None if it must not."""
-    params = unpack(request, DecodeRequestParams)
-    return None if params is None else params.first_token
+def decode_params_of(request: Prompt) -> DecodeRequestParams:
+    """Also for a request without parameters. Raises ProtocolError."""
+    return unpack(request, DecodeRequestParams) or DecodeRequestParams(deadline=None)

@@ -14,7 +14,6 @@ DynamoLiteError
 │   └── StoreUnavailable   etcd is out of reach
 ├── Refused                a worker answered with a refusal
 ├── QueueFull              the prefill queue is at its hard cap: not queued
-├── PushAmbiguous          the broker did not answer: queued or not, unknown
 ├── EngineDied             the engine's process is gone
 ├── LeaseLost              this process's lease is gone: it must stop acting
 └── TransferError          a KV transfer failed
@@ -94,10 +93,6 @@ class Refused(DynamoLiteError):
 
 class QueueFull(DynamoLiteError):
     """The broker holds `max_jobs` jobs already; this one was not queued."""
-
-
-class PushAmbiguous(DynamoLiteError):
-    """The push was sent, and no answer that can be read came: the job may or may not be queued."""
 
 
 class EngineDied(DynamoLiteError):

@@ -142,8 +142,8 @@ class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     waited_s: Seconds = 0.0
     #: Seconds from scheduling to this delta.
     prefill_s: Seconds = 0.0
-    #: What usage shows: those that no engine computed for this request, and those that are in the
-    #: prefix cache because of it.
+    #: What usage shows: those that were in the decode engine's prefix cache before, and those that
+    #: are in it because of this request.
     cached_tokens: Count = 0
     created_cache_tokens: Count = 0
 

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
-from dynamo_lite.protocol.generate import Adapter, Count, RequestId, Seconds, Timestamp, TokenId
+from dynamo_lite.protocol.generate import Adapter, Count, RequestId, Timestamp, TokenId
 from dynamo_lite.protocol.records import LeaseId, Natural, Positive
 
 AttemptId = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
@@ -97,8 +97,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     #: Random; the same in all messages of one writer about one attempt. Only the writer knows it.
     claim: Positive
     writer_lease_id: LeaseId
-    #: Seconds since the worker pulled the job.
-    held_s: Seconds = 0.0
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -116,21 +114,18 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 #: How a writer's work on an attempt ended. "written": the data and its notification are delivered.
-#: "died": the engine's process ended, and writes that it had started may still land.
-WriterOutcome = Literal["written", "failed", "abandoned", "died"]
+WriterOutcome = Literal["written", "failed", "abandoned"]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine: it starts no write or read of this attempt any more. Unless
-    the engine died, none is in flight."""
+    """Prefill worker to decode engine: no write or read of this attempt is in flight, and it starts
+    none any more."""
 
     attempt: AttemptId
     #: 0: the worker has not claimed the attempt.
     claim: ClaimId = 0
     outcome: WriterOutcome
     detail: str = ""
-    #: The sender.
-    writer_lease_id: LeaseId = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +141,6 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     token_id: TokenId
     #: From the job.
     cached_tokens: Count = 0
-    #: Prompt tokens in the prefill engine's own prefix cache.
-    writer_cached_tokens: Count = 0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -179,8 +172,6 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[Part] = []
     #: Whether it is the rank's last write, the commit.
     last: bool = False
-    #: In a commit: prompt tokens that the prefill engine had in its prefix cache.
-    cached_tokens: Count = 0
 
 
 decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.protocol.errors import DeadlineExceeded, StoreUnavailable
+from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 #: How long a watch may take to show what is there when it begins.
@@ -172,13 +172,3 @@ async def following(
         await give(first)
         async with running(follow(events), name=f"follow {prefix}", on_failure=on_failure):
             yield
-
-
-async def until_listed(listed: asyncio.Event, what: str) -> None:
-    """listed: set by the task that follows the watch. what: for the error. Raises
-    DeadlineExceeded."""
-    try:
-        async with asyncio.timeout(_LISTED_WITHIN_S):
-            await listed.wait()
-    except TimeoutError as exc:
-        raise DeadlineExceeded(what, _LISTED_WITHIN_S) from exc

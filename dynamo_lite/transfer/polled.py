@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, end_process
 from dynamo_lite.transfer.base import Mover, PollLimit, Transfer
 from dynamo_lite.transfer.block_map import Descriptors
 
@@ -39,10 +40,9 @@ CLOSE_S = 5.0
 class PolledTransfer:
     """Implements Transfer. inner: the wrapped mover's transfer."""
 
-    def __init__(self, owner: "PolledMover", peer: str, inner: Transfer):
+    def __init__(self, owner: "PolledMover", inner: Transfer):
         self._owner, self._inner = owner, inner
-        self._failure: tuple[str, str] | None = None
-        self._peer = peer
+        self._failure: TransferError | None = None
         self.over = False
 
     def done(self) -> bool:
@@ -51,7 +51,7 @@ class PolledTransfer:
             self._owner.poll_once(self)
         # `over` is set after `_failure`, by either thread.
         if self.over and self._failure is not None:
-            raise TransferError(*self._failure)
+            raise TransferError(self._failure.peer, self._failure.detail)
         return self.over
 
     def poll(self) -> None:
@@ -59,17 +59,10 @@ class PolledTransfer:
         if self.over:
             return
         try:
-            ended = self._inner.done()
+            self.over = self._inner.done()
         except TransferError as exc:
-            self._failure = exc.peer, exc.detail
-            ended = True
-        if ended and self._failure is None and self._owner.broken is not None:
-            self._failure = self._peer, self._owner.broken
-        self.over = ended
-
-    def fail(self, why: str) -> None:
-        self._failure = self._peer, why
-        self.over = True
+            self._failure = exc
+            self.over = True
 
 
 class PolledMover:
@@ -77,10 +70,8 @@ class PolledMover:
 
     limit: behind it the thread makes no call.
     listen_s: how long after a call of `notices` the thread reads notifications; 0: never.
-    enter: called first in the thread, e.g. to choose a GPU.
-
-    If the thread dies, new transfers are refused. Those in flight are polled by the owner's
-    calls, and fail once they have ended; notifications are still read by the owner's calls.
+    enter: called first in the thread, e.g. to choose a GPU. end_process: called in the thread if it
+    fails.
     """
 
     def __init__(
@@ -90,15 +81,16 @@ class PolledMover:
         limit: PollLimit | None = None,
         listen_s: float = LISTEN_S,
         enter: Callable[[], None] = lambda: None,
+        end_process: Callable[[], None] = end_process,
     ):
         self._inner, self._limit, self._enter = inner, limit or PollLimit(), enter
+        self._end_process = end_process
         self._listen_s, self._listen_until = listen_s, 0.0
         self._lock = threading.Lock()
         self._in_flight: set[PolledTransfer] = set()
         self._inbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self.broken: str | None = None
         self.thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.thread.start()
         # NIXL must not be taken down while the thread is inside one of its calls.
@@ -130,13 +122,13 @@ class PolledMover:
         notice: bytes = b"",
     ) -> PolledTransfer:
         return self._start(
-            peer, lambda: self._inner.write(peer, local, remote, memory=memory, notice=notice)
+            lambda: self._inner.write(peer, local, remote, memory=memory, notice=notice)
         )
 
     def read(
         self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
     ) -> PolledTransfer:
-        return self._start(peer, lambda: self._inner.read(peer, local, remote, memory=memory))
+        return self._start(lambda: self._inner.read(peer, local, remote, memory=memory))
 
     def notices(self) -> list[bytes]:
         if self._listen_s:
@@ -158,10 +150,6 @@ class PolledMover:
                 return
         try:
             self._poll(transfer)
-        except Exception as exc:
-            logger.exception("polling a KV transfer")
-            transfer.fail(f"polling it failed: {exc!r}")
-            self._in_flight.discard(transfer)
         finally:
             self._lock.release()
 
@@ -185,11 +173,9 @@ class PolledMover:
         with self._lock:
             self._inner.close()
 
-    def _start(self, peer: str, start: Callable[[], Transfer]) -> PolledTransfer:
-        if self.broken is not None:
-            raise TransferError(peer, self.broken)
+    def _start(self, start: Callable[[], Transfer]) -> PolledTransfer:
         with self._lock:
-            transfer = PolledTransfer(self, peer, start())
+            transfer = PolledTransfer(self, start())
             self._in_flight.add(transfer)
         self._wake.set()
         return transfer
@@ -209,9 +195,13 @@ class PolledMover:
                     time.sleep(INTERVAL_S)
                 else:
                     time.sleep(_PAUSED_S)
-        except Exception as exc:
-            self.broken = f"the KV transfer thread of this rank has died: {exc!r}"
-            logger.exception("the KV transfer thread has died: new transfers are refused")
+        except Exception:
+            logger.critical(
+                "the KV transfer thread has failed, and this process ends with exit code %d",
+                EXIT_OWNED_TASK_FAILED,
+                exc_info=True,
+            )
+            self._end_process()
 
     def _has_work(self) -> bool:
         return bool(self._in_flight) or time.monotonic() < self._listen_until

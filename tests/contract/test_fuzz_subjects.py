@@ -43,7 +43,7 @@ FUZZ = settings(derandomize=True)
 
 
 def _done(attempt: str, outcome: Any, claim: int) -> Done:
-    return Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=2)
+    return Done(attempt=attempt, claim=claim, outcome=outcome)
 
 
 #: Messages as another graph might send them: well-formed, but about nothing here.
@@ -171,7 +171,6 @@ class Attack:
                 ("claim", Claim(attempt=attempt, claim=99, writer_lease_id=2)),
                 ("done", _done(attempt, "written", 99)),
                 ("done", _done(attempt, "abandoned", 99)),
-                ("done", _done(attempt, "died", 99)),
                 ("done", _done(attempt, "abandoned", 0)),
                 ("notice", Written(attempt=attempt, claim=99, rank=0, num_blocks=1, last=True)),
                 ("notice", Written(attempt=attempt, claim=0, rank=0, num_blocks=1)),

@@ -19,7 +19,7 @@ from dynamo_lite.disagg.queue import puller
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueDepth
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull, StartupError
+from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.serve.embedded import EmbeddedNats
 from tests.builders import eventually, loop_time
 from tests.servers import PrivateServer, Server, jetstream_of, private_server
@@ -431,26 +431,22 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[M
         yield NatsRig(server)
 
 
-async def test_all_users_see_that_the_broker_lost_the_queue(
+async def test_a_queue_that_the_broker_lost_is_made_again_for_all_users(
     rig: MemoryRig | NatsRig, namespace: str
 ):
     async with rig.queue(namespace) as decode, rig.queue(namespace) as prefill:
         users = decode, prefill
         for _ in range(2):
-            before = [await user.depth() for user in users]
             old = await push(decode, b"lost")
             job = await pull(prefill)
             await until_total(decode, 1)
-            now = [await user.depth() for user in users]
-            assert not any(seen.lost_since(then) for seen, then in zip(now, before, strict=True))
             pulling = asyncio.create_task(pull(prefill, 30))
             await asyncio.sleep(0)
             await rig.away()
             await rig.back()
             async with asyncio.timeout(5):
                 now = [await depth_once_back(user) for user in users]
-            assert all(seen.lost_since(then) for seen, then in zip(now, before, strict=True))
-            assert (await decode.depth()).jobs == 0
+            assert [seen.jobs for seen in now] == [0, 0]
             with contextlib.suppress(BrokerUnavailable):
                 await job.ack()
             new = await push(decode, b"new")
@@ -496,7 +492,7 @@ async def push_again(queue: PrefillQueue, payload: bytes) -> int:
     while True:
         try:
             return await queue.push(payload, message_id=message_id)
-        except (BrokerUnavailable, PushAmbiguous):
+        except BrokerUnavailable:
             await asyncio.sleep(0.02)
 
 
@@ -505,7 +501,7 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
 ):
     async with jetstream(nats_server, namespace) as queue:
         await nats_server.kill()
-        with pytest.raises((BrokerUnavailable, PushAmbiguous)):
+        with pytest.raises(BrokerUnavailable):
             await push(queue, b"a")
         async with asyncio.timeout(1.5):  # less than the timeout of an API call
             with pytest.raises(BrokerUnavailable):
@@ -591,13 +587,11 @@ async def test_a_queue_that_others_made_again_is_noticed_without_an_outage(
         jetstream(nats_server, namespace) as watching,
         jetstream(nats_server, namespace) as other,
     ):
-        before = await watching.depth()
         pulling = asyncio.create_task(pull(other, 30))
         await asyncio.sleep(0)
         await delete_stream(nats_server.url, namespace)
         await push(other, b"a")
         await eventually(lambda: depth_is(watching, 1))
-        assert (await watching.depth()).lost_since(before)
         async with asyncio.timeout(10):
             assert (await pulling).payload == b"a"
 

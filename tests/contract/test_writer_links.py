@@ -35,41 +35,24 @@ async def mark(
     return key
 
 
-async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespace: str):
+def usable(links: WriterLinks, *leases: int) -> list[int]:
+    members = tuple(endpoint_record(w, "PrefillWorker", "prefill") for w in leases)
+    return [member.lease_id for member in links.usable(members)]
+
+
+async def test_only_a_marked_link_makes_a_worker_unusable(store: Store, namespace: str):
     links, turned = WriterLinks(namespace, ENGINE), list[int]()
     first = await mark(store, namespace, A)
+    await mark(store, namespace, B, engine_id="d2")
     async with links.follow(store, lambda: turned.append(1)):
-        assert links.trouble(A) == "broken from 1a", "known when the context is entered"
-        members = tuple(endpoint_record(w, "PrefillWorker", "prefill") for w in (A, B))
-        assert [m.lease_id for m in links.usable(members)] == [B]
+        assert usable(links, A, B) == [B], "known when the context is entered"
         await store.delete(first)
-        await eventually(lambda: not links.trouble(A))
+        await eventually(lambda: usable(links, A, B) == [A, B])
         key = await mark(store, namespace, B)
-        await eventually(lambda: links.trouble(B))
-        assert [m.lease_id for m in links.usable(members)] == [A]
+        await eventually(lambda: usable(links, A, B) == [A])
         await store.delete(key)
-        await eventually(lambda: not links.trouble(B))
+        await eventually(lambda: usable(links, A, B) == [A, B])
         assert len(turned) == 4
-
-
-async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store, namespace: str):
-    dropped: list[str] = []
-    links = WriterLinks(namespace, ENGINE, dropped.append)
-    prefix = names.links_prefix(namespace)
-    await mark(store, namespace, A, engine_id="d2")
-    await store.put(f"{prefix}nonsense", b"[]")
-    await store.put(f"{prefix}xyz:{ENGINE}", b"{}")
-    async with links.follow(store, lambda: None):
-        assert not links.trouble(A) and dropped == ["record"]
-        failed = await mark(store, namespace, A)
-        await eventually(lambda: links.trouble(A))
-        # What was known of that worker holds no more: its record cannot be read.
-        await store.put(failed, b"\xff{")
-        await eventually(lambda: not links.trouble(A))
-        stolen = LinkRecord(prefill_lease_id=B, engine_id=ENGINE, decode_lease_id=7, detail="x")
-        await store.put(failed, encode_json(stolen))
-        await eventually(lambda: len(dropped) == 3)
-        assert not links.trouble(A) and not links.trouble(B)
 
 
 async def test_a_worker_takes_its_links_along(store: Store, namespace: str):
@@ -77,8 +60,8 @@ async def test_a_worker_takes_its_links_along(store: Store, namespace: str):
     async with links.follow(store, lambda: None):
         async with store.lease(10.0) as lease:
             await mark(store, namespace, lease.id, lease=lease)
-            await eventually(lambda: links.trouble(lease.id))
-        await eventually(lambda: not links.trouble(lease.id))
+            await eventually(lambda: not usable(links, lease.id))
+        await eventually(lambda: usable(links, lease.id))
 
 
 async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
@@ -89,11 +72,10 @@ async def test_a_mark_that_the_store_has_lost_counts_when_it_is_back():
         await mark(store, "t", B)
         async with links.follow(store, lambda: turned.append(1)):
             store.set_available(False)
-            assert links.trouble(A) and links.trouble(B)
+            assert usable(links, A, B) == []
             store.set_available(True)  # a new listing of what is there
             store.wipe()
-            await eventually(lambda: not links.trouble(A) and not links.trouble(B))
+            await eventually(lambda: usable(links, A, B) == [A, B])
             await mark(store, "t", B)
-            await eventually(lambda: links.trouble(B))
-            assert not links.trouble(A)
+            await eventually(lambda: usable(links, A, B) == [A])
         assert len(turned) == 3

@@ -11,7 +11,7 @@ from typing import Self
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, QueueFull
+from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
 from tests.chaos.client import Answer
@@ -159,7 +159,7 @@ class Jobs:
             try:
                 await queue.push(payload, message_id=payload.decode())
                 self.pushed.append(payload)
-            except (BrokerUnavailable, PushAmbiguous, QueueFull):
+            except (BrokerUnavailable, QueueFull):
                 self.refused += 1
             await asyncio.sleep(_PAUSE_S)
 

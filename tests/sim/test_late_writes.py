@@ -9,7 +9,7 @@ from tests.simulation.play import Played, play_scenario
 from tests.simulation.scenario import Ask, Fault, FaultKind, Scenario
 from tests.simulation.shipped import Shipped
 
-SEEDS = (2, 3, 6)
+SEEDS = (14, 22, 31)
 
 
 def played(seed: int, shipped: Shipped | None = None) -> Played:

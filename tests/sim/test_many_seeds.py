@@ -33,7 +33,6 @@ def _check_coverage(tally: Tally) -> None:
         "deadline",
         "leaving",
         "no_writer",
-        "queue_lost",
         "taken_back",
     )
     outcomes += ("refused", "writer_failed", "writer_lost", "writer_silent")

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.protocol.errors import PushAmbiguous
+from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import LeaseLoss
 from tests.builders import eventually
@@ -55,7 +55,7 @@ async def test_a_push_without_an_answer_is_ambiguous(
 ):
     decode, prefill = queues
     cluster.network.cut("nats")
-    with pytest.raises(PushAmbiguous):
+    with pytest.raises(BrokerUnavailable):
         await decode.push(b"a", message_id="a")
     cluster.network.heal("nats")
     job = await prefill.pull(timeout_s=5)

@@ -23,11 +23,10 @@ class Entry:
 
 
 class MemoryStream:
-    """All state of one queue, shared by its users. number: how often it was made."""
+    """All state of one queue, shared by its users."""
 
     def __init__(self, config: QueueConfig):
         self.config = config
-        self.number = 1
         self.entries: dict[int, Entry] = {}
         self.order: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
         self.message_ids: dict[str, int] = {}
@@ -49,7 +48,6 @@ class MemoryStream:
         for order in self.order.values():
             order.clear()
         self.message_ids.clear()
-        self.number += 1
 
     def take(self, lanes: Sequence[Lane]) -> Entry | None:
         """The first job of the first lane that has any."""
@@ -166,9 +164,9 @@ class MemoryQueue:
     async def depth(self) -> QueueDepth:
         self._broker.check_connected()
         self._stream.expire()
-        stream, entries = self._stream, self._stream.entries.values()
+        entries = self._stream.entries.values()
         size = sum(len(entry.payload) for entry in entries)
-        return QueueDepth(len(entries), size, stream.number, stream.last_sequence)
+        return QueueDepth(len(entries), size)
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)

@@ -270,11 +270,10 @@ class Decode:
         self,
         attempt: str,
         outcome: Any = "written",
-        writer: int = WRITER,
         claim: int = CLAIM,
         **more: Any,
     ) -> None:
-        done = Done(attempt=attempt, claim=claim, outcome=outcome, writer_lease_id=writer, **more)
+        done = Done(attempt=attempt, claim=claim, outcome=outcome, **more)
         await self.events.on_done(encode(done))
 
     def attempt_of(self, request_id: str) -> str:

@@ -84,9 +84,7 @@ async def test_a_remote_prefill_is_shown_with_its_stages(decode: Decode, clock: 
     assert said.asked is not None and said.asked.outcome == "committed"
     assert said.asked.stages_s == {
         "decide": 0,
-        "publish": 0.25,
-        "pull": 0.5,
-        "claim": 0,
+        "queue": 0.75,
         "fill": 2,
         "resume": 0.25,
     }
@@ -107,13 +105,7 @@ async def test_one_that_came_to_nothing_is_shown_as_far_as_it_came(
     decode.half.build_step()
     [said] = told(decode)
     assert said.asked is not None and said.asked.outcome == "deadline"
-    assert said.asked.stages_s == {
-        "decide": 0,
-        "publish": 1,
-        "pull": 2,
-        "claim": 0,
-        "lost": TIMEOUT_S - 3,
-    }
+    assert said.asked.stages_s == {"decide": 0, "queue": 3, "lost": TIMEOUT_S - 3}
     await decode.done(attempt, "abandoned")
 
 

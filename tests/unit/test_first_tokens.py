@@ -45,9 +45,8 @@ class Worker:
     def take(
         self, token: int, *, own: str = "r#1", caller: str | None = "r", cached: int = 2
     ) -> TokenDelta | None:
-        """cached: tokens in the prefill worker's cache; the decode engine has one."""
-        hits = {"cached_tokens": 1, "writer_cached_tokens": cached}
-        message = FirstToken(request_id=own, attempt="a1", token_id=token, **hits)
+        """cached: tokens in the decode engine's cache."""
+        message = FirstToken(request_id=own, attempt="a1", token_id=token, cached_tokens=cached)
         return self.first.take(message, caller=caller, vocabulary=VOCABULARY, block_size=2)
 
     def settle(
@@ -73,7 +72,7 @@ def worker() -> Worker:
 def test_the_token_is_sent_with_the_counts_of_the_prompt_and_only_once(worker: Worker):
     worker.clock.now += 0.5
     sent = worker.take(7)
-    assert sent == TokenDelta("r", [7], prefill=PrefillCounts(5, 1, 3, 0.5, 0.0, 2, 2))
+    assert sent == TokenDelta("r", [7], prefill=PrefillCounts(5, 2, 2, 0.5, 0.0, 2, 2))
     worker.clock.now += 0.125
     assert worker.settle(7) is None
     assert worker.settle(8, counts=False) == TokenDelta("r", [8])

@@ -83,7 +83,7 @@ def test_the_deadline_of_a_queued_attempt(queued):
     assert queued.next_due == float("inf")
 
 
-@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
+@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER])
 def test_what_no_worker_claimed_is_taken_back_when_none_will(queued, why):
     queued.allocated("s", "b", 100.0)
     queued.claim("b", 72, WRITER, now=1.0)
@@ -151,7 +151,7 @@ def test_a_worker_may_give_a_job_back_that_it_has_not_claimed(queued, claim):
 
 
 def test_no_writer_can_have_written_a_queued_attempt(queued):
-    assert queued.writer_done("a", 71, None) == queued.writer_died("a", 71) == []
+    assert queued.writer_done("a", 71, None) == []
     assert queued.received("a") == []
     assert queued.state("a") is AttemptState.QUEUED
 
@@ -199,13 +199,6 @@ def test_a_writer_that_has_written_leaves_nothing_to_hold(held):
     assert held.finished("a") == withdrawn(Outcome.CANCELLED)
 
 
-def test_a_writer_whose_engine_died_is_lost_at_once_and_its_blocks_are_kept(held):
-    assert held.writer_died("a", 70) == []
-    assert held.writer_died("a", 71) == expiring(Outcome.WRITER_LOST)
-    assert held.tick(1.0 + CLAIM + LANDING - 0.001) == []
-    assert held.tick(1.0 + CLAIM + LANDING) == [Release("a")]
-
-
 # EXPIRING
 
 
@@ -217,7 +210,7 @@ def test_the_writer_s_word_releases(given_up, outcome):
 
 
 def test_the_end_of_its_claim_and_of_its_writes_releases(given_up):
-    assert given_up.writer_died("a", 71) == given_up.writer_left(WRITER, now=2.0) == []
+    assert given_up.writer_left(WRITER, now=2.0) == []
     assert given_up.tick(1.0 + CLAIM + LANDING - 0.001) == []
     assert given_up.tick(1.0 + CLAIM + LANDING) == [Release("a")]
 
@@ -339,14 +332,6 @@ class LedgerMachine(RuleBasedStateMachine):
         fact = self.pick(which)
         if fact.claim not in (0, claim):
             assert self.ledger.writer_done(fact.attempt, claim, None) == []
-            assert self.ledger.writer_died(fact.attempt, claim) == []
-
-    @rule(which=YOUNG)
-    def engine_died(self, which):
-        fact = self.pick(which)
-        if fact.claim and not fact.writer_ended:
-            self.apply(self.ledger.writer_died(fact.attempt, fact.claim))
-            assert not fact.wanted
 
     @rule(writer=st.sampled_from([1, 2]), event=st.sampled_from(["left", "silent", "nobody"]))
     def membership_changes(self, writer, event):

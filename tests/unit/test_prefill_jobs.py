@@ -42,7 +42,7 @@ async def test_a_written_job_is_claimed_reported_and_acknowledged():
         await rig.push(prefill_job())
         await rig.acked()
         [claim] = rig.claims
-        assert claim == Claim(attempt="a1", claim=1, writer_lease_id=LEASE, held_s=claim.held_s)
+        assert claim == Claim(attempt="a1", claim=1, writer_lease_id=LEASE)
         assert rig.told == [("a1", "written")]
         assert rig.done[0].claim == claim.claim
         assert rig.engine.cells["a1"].claim == claim.claim
@@ -81,16 +81,14 @@ async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ende
         async with rig.messaging.serve(subject, take):
             await rig.push(prefill_job(first_token=wanted))
             await eventually(lambda: got)
-            first = FirstToken(
-                request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4, writer_cached_tokens=8
-            )
+            first = FirstToken(request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4)
             assert decode_first_token(got[0]) == first
             rig.engine.ends["a1"].set_result("written")
             await rig.acked()
         assert (len(got), rig.told) == (1, [("a1", "written")])
 
 
-@pytest.mark.parametrize("outcome", ["failed", "abandoned", "died"])
+@pytest.mark.parametrize("outcome", ["failed", "abandoned"])
 async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queue(outcome: str):
     """The owner of its request decides what comes next."""
     async with computing() as rig:

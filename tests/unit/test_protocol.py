@@ -274,19 +274,17 @@ MESSAGES = [
     (JOB, prefill.decode_job),
     (FULL_JOB, prefill.decode_job),
     (
-        prefill.Claim(attempt="a1", claim=(1 << 63) - 1, writer_lease_id=LEASE, held_s=0.5),
+        prefill.Claim(attempt="a1", claim=(1 << 63) - 1, writer_lease_id=LEASE),
         prefill.decode_claim,
     ),
     (prefill.Held(for_s=3.0), prefill.decode_claim_reply),
     (prefill.ClaimRefused(reason="withdrawn"), prefill.decode_claim_reply),
     (
-        prefill.Done(attempt="a1", claim=3, outcome="failed", detail="why", writer_lease_id=31),
+        prefill.Done(attempt="a1", claim=3, outcome="failed", detail="why"),
         prefill.decode_done,
     ),
     (
-        prefill.FirstToken(
-            request_id="r1", attempt="a1", token_id=7, cached_tokens=32, writer_cached_tokens=48
-        ),
+        prefill.FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
         prefill.decode_first_token,
     ),
     (health.Leave(lease_id=31), health.decode_leave),
@@ -296,7 +294,6 @@ MESSAGES = [
             claim=7,
             rank=1,
             num_blocks=63,
-            cached_tokens=32,
             writers=2,
             parts=[prefill.Part(0, 4, 64, 128)],
             last=True,
@@ -541,7 +538,6 @@ OUT_OF_RANGE = [
     (prefill.decode_job, JOB, "deadline", ["soon"]),
     (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
     (prefill.decode_claim, CLAIM, "claim", [-1, 0, 1 << 63, None, "1"]),
-    (prefill.decode_claim, CLAIM, "held_s", [-1.0]),
     (prefill.decode_claim_reply, prefill.Held(for_s=1.0), "for_s", [0.0, 61.0]),
     (prefill.decode_done, prefill.Done(attempt="a", outcome="written"), "outcome", ["perhaps"]),
     (prefill.decode_first_token, FIRST_TOKEN, "token_id", [-1]),

@@ -10,13 +10,9 @@ from tests.unit.virtual import virtual
 PERIOD_S = 0.25
 
 
-def never() -> None:
-    raise AssertionError("the queue is not lost")
-
-
 @virtual
 async def test_tokens_follow_from_the_size_of_what_was_pushed_here():
-    watch = QueueWatch(loop_time, never)
+    watch = QueueWatch(loop_time)
     queue = MemoryQueue(MemoryBroker(), stream="s", subject="s.jobs")
     async with queue, watch.running(queue):
         await queue.push(bytes(3000), message_id="m")
@@ -37,7 +33,7 @@ async def test_tokens_follow_from_the_size_of_what_was_pushed_here():
 
 @virtual
 async def test_without_the_broker_the_view_ages():
-    broker, watch = MemoryBroker(), QueueWatch(loop_time, never)
+    broker, watch = MemoryBroker(), QueueWatch(loop_time)
     queue = MemoryQueue(broker, stream="s", subject="s.jobs")
     async with queue, watch.running(queue):
         await asyncio.sleep(1.0)
@@ -47,20 +43,3 @@ async def test_without_the_broker_the_view_ages():
         broker.set_connected(True)
         await asyncio.sleep(PERIOD_S + 0.05)
         assert loop_time() - watch.view.read_at <= PERIOD_S + 0.05
-
-
-@virtual
-async def test_the_loss_of_the_queue_is_seen_once_also_after_an_outage():
-    broker, lost = MemoryBroker(), []
-    watch = QueueWatch(loop_time, lambda: lost.append(loop_time()))
-    queue = MemoryQueue(broker, stream="s", subject="s.jobs")
-    async with queue, watch.running(queue):
-        for outages in (1, 2):
-            await queue.push(b"x", message_id=f"m{outages}")
-            await asyncio.sleep(1.0)
-            broker.set_connected(False)
-            broker.lose()
-            await asyncio.sleep(1.0)
-            broker.set_connected(True)
-            await asyncio.sleep(1.0)
-            assert len(lost) == outages

@@ -191,7 +191,7 @@ async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Cac
     assert await engine.claim(job.attempt, OTHER) == HELD
     await engine.step()
     engine.output("r1")
-    await engine.done(job.attempt, writer=OTHER)
+    await engine.done(job.attempt)
     engine.finish("r1")
     await engine.done(first, "abandoned")
     await engine.step()

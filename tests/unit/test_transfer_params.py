@@ -11,9 +11,8 @@ from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
     decode_params,
-    first_token_sampling,
+    decode_params_of,
     pack,
-    time_left_s,
     unpack,
     with_first_token,
 )
@@ -69,13 +68,13 @@ def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
     sampling = FirstTokenSampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3)
     params = with_first_token(decode_params(timeout_s, 10.0), sampling)
     sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
-    assert first_token_sampling(sent) == sampling
-    assert time_left_s(sent, 11.0) == (math.inf if timeout_s is None else 1.0)
+    assert decode_params_of(sent).first_token == sampling
+    assert decode_params_of(sent).time_left_s(11.0) == (math.inf if timeout_s is None else 1.0)
 
 
 def test_without_being_asked_for_no_first_token_is_wanted():
-    assert first_token_sampling(carrier(None)) is None
-    assert first_token_sampling(carrier(decode_params(2.0, 10.0))) is None
+    assert decode_params_of(carrier(None)).first_token is None
+    assert decode_params_of(carrier(decode_params(2.0, 10.0))).first_token is None
 
 
 def test_unknown_keys_are_ignored():

@@ -81,7 +81,7 @@ async def test_a_job_that_an_unusable_worker_pulled_is_a_try_of_the_prompt():
 
         async def gives_back(request_id: str) -> None:
             attempt = await scene.ask(request_id)
-            await scene.decode.done(attempt, "failed", writer=OTHER, claim=0)
+            await scene.decode.done(attempt, "failed", claim=0)
             await scene.given_up_within(0.1, attempt)
             scene.decode.output(failed=[request_id])
             scene.decode.pool.free_blocks(scene.decode.taken.pop(request_id))
@@ -106,7 +106,7 @@ async def test_a_write_that_failed_is_a_try_of_the_prompt():
         attempt = await scene.ask("r1", claimed_by=WRITER)
         await marks(scene, WRITER)
         await seen()
-        await scene.decode.done(attempt, "failed", writer=WRITER)
+        await scene.decode.done(attempt, "failed")
         await scene.given_up_within(0.1, attempt)
         scene.decode.output(failed=["r1"])
         assert scene.counted("writer_failed") == 1
@@ -119,7 +119,7 @@ async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
     async with Scene().open(WRITER) as scene:
         attempt = await scene.ask("r1")
         # Its record and its word race; here the word is first.
-        await scene.decode.done(attempt, "failed", writer=WRITER, claim=0)
+        await scene.decode.done(attempt, "failed", claim=0)
         await scene.given_up_within(0.1, attempt)
         await marks(scene, WRITER)
         await asyncio.sleep(0.01)

@@ -117,7 +117,7 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     assert (remote["verdict"], remote["reason"]) == ("remote", "long")
     assert remote["thresholds"]["max_local_prefill_length"] == LIMIT
     assert remote["asked"]["outcome"] == "committed"
-    stages = {"decide", "publish", "pull", "claim", "fill", "resume"}
+    stages = {"decide", "queue", "fill", "resume"}
     assert remote["asked"]["stages_s"].keys() == stages
     [again] = decided(109, extra_headers={"X-Request-Id": "mine"})
     assert explained(disagg, "mine") == [{**again, "at": ANY, "age_s": ANY}]

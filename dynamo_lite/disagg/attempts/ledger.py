@@ -12,11 +12,11 @@ them, or read the blocks of its prefix, any more.
 A claim is a lease that its writer renews. Each answer keeps the blocks for the writer for another
 `claim_s`. Nothing else lets it write, and nothing else lets it go on.
 
-An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
+An attempt is withdrawn if the queue refused it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up or did not renew its claim, and
-before a claim if this engine drains or no writer claims it in time. That a writer has left, is
-silent, or that its engine has died, are hints: they withdraw an attempt earlier, and never free its
-blocks. A renewal of a withdrawn attempt is refused, which tells its writer to stop.
+before a claim if this engine drains or no writer claims it in time. That a writer has left or is
+silent are hints: they withdraw an attempt earlier, and never free its blocks. A renewal of a
+withdrawn attempt is refused, which tells its writer to stop.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O
 and clock. Times are monotonic seconds. Safety rests on two rules: a claim holds only while the
@@ -40,11 +40,10 @@ class Outcome(enum.Enum):
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
     WRITER_ABANDONED = "writer_abandoned"  # it gave the job back without writing
-    WRITER_LOST = "writer_lost"  # its claim ran out, its keys are gone, or its engine has died
+    WRITER_LOST = "writer_lost"  # its claim ran out, or its keys are gone
     WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
-    QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
     LEAVING = "leaving"  # this engine is draining
     TAKEN_BACK = "taken_back"  # not claimed in time
 
@@ -77,7 +76,7 @@ class Ended:
 
 Instruction = DeleteJob | Release | Ended
 
-#: How long a claim holds after each answer, in seconds. A writer renews it three times as often.
+#: How long a claim holds after each answer, in seconds. A writer renews it twelve times as often.
 CLAIM_S = 3.0
 #: How long a writer whose keys are gone has to renew its claims: then it is leaving, not dead.
 LEAVING_S = 0.5
@@ -253,13 +252,6 @@ class Ledger:
         entry.done = True
         return [] if outcome is None else self._withdraw(entry, outcome, detail)
 
-    def writer_died(self, attempt: str, claim: int) -> list[Instruction]:
-        """The engine of the writer is dead. Writes that it had started may still land."""
-        entry = self._attempts.get(attempt)
-        if entry is None or entry.claim != claim or entry.state is not AttemptState.HELD:
-            return []
-        return self._withdraw(entry, Outcome.WRITER_LOST)
-
     def writer_left(self, writer: int, now: float) -> list[Instruction]:
         """The writer's keys are gone: it is dead, or it leaves and renews its claims at once."""
         for entry in self._of(writer):
@@ -274,7 +266,7 @@ class Ledger:
         return out
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
-        """Queued attempts will not be claimed: no writer, no queue, or this engine drains."""
+        """Queued attempts will not be claimed: no writer, or this engine drains."""
         out: list[Instruction] = []
         for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)

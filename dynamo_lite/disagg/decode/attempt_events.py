@@ -38,34 +38,16 @@ _MAX_DETAIL = 500
 
 
 @dataclass(frozen=True)
-class Published:
-    """The broker has confirmed the attempt's job. at: monotonic seconds."""
-
-    attempt: str
-    at: float
-
-
-@dataclass(frozen=True)
 class Claimed:
-    """A writer holds the attempt. claim: its id. pulled_at, at: when the writer pulled the job, and
-    when it claimed it, in monotonic seconds."""
+    """A writer holds the attempt since `at`, in monotonic seconds. claim: its id."""
 
     attempt: str
     claim: int
     writer: int
-    pulled_at: float
     at: float
 
 
-@dataclass(frozen=True)
-class DoneBy:
-    """This worker reports that it is done with the attempt."""
-
-    attempt: str
-    writer: int
-
-
-Event = Published | Claimed | DoneBy | Release | Ended
+Event = Claimed | Release | Ended
 #: What the bridge tells the engine's thread, which takes it in each step.
 Inbox = deque[Event]
 
@@ -153,7 +135,7 @@ class AttemptEvents:
         if is_first:
             # Before the writer gets its answer, so that the ranks know the claim before the first
             # commit, or in the step after it.
-            self._inbox.append(Claimed(attempt, claim.claim, writer, now - claim.held_s, now))
+            self._inbox.append(Claimed(attempt, claim.claim, writer, now))
         self._set_timer()
         return encode(Held(for_s=self.ledger.claim_s))
 
@@ -163,17 +145,11 @@ class AttemptEvents:
         attempt, claim, detail = done.attempt, done.claim, done.detail[:_MAX_DETAIL]
         if self.ledger.claim_of(attempt) not in (0, claim):
             raise ProtocolError(f"attempt {attempt} is held under another claim")
-        request_id = self.ledger.request(attempt)
         if done.outcome != "written":
-            what = request_id, attempt, done.outcome, detail
+            what = self.ledger.request(attempt), attempt, done.outcome, detail
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
-        if request_id is not None:
-            self._inbox.append(DoneBy(attempt, done.writer_lease_id))
-        if done.outcome == "died":
-            self.apply(lambda ledger: ledger.writer_died(attempt, claim))
-        else:
-            outcome = _OUTCOMES[done.outcome]
-            self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))
+        outcome = _OUTCOMES[done.outcome]
+        self.apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))
 
     def _trouble(self, writer: int) -> str:
         """Why this worker must not get a claim; empty if it may."""

@@ -6,11 +6,10 @@ It runs on the bridge's event loop. `attempt_events.py` has the ledger, and answ
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 from dynamo_lite.disagg.attempts.ledger import Ledger, Outcome
 from dynamo_lite.disagg.bridge import ServerClients
-from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent, Published
+from dynamo_lite.disagg.decode.attempt_events import AttemptEvents, Inbox, LedgerEvent
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
@@ -20,7 +19,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     ProtocolError,
-    PushAmbiguous,
     QueueFull,
 )
 from dynamo_lite.protocol.health import EngineStatus, decode_leave
@@ -32,16 +30,6 @@ from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.tasks import needed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepEvents:
-    """What one step of the engine tells the bridge."""
-
-    #: What has happened to attempts, in order.
-    events: Sequence[LedgerEvent]
-    #: Of the attempts that have begun.
-    jobs: Sequence[RemotePrefillRequest]
 
 
 class ControlSession:
@@ -72,7 +60,7 @@ class ControlSession:
         self._clients, self._on_drop = clients, on_drop
         self._now, self._wall = clock.monotonic, clock.wall
         self.workers = PrefillWorkers(config, on_drop)
-        self.queue_watch = QueueWatch(clock.monotonic, self._on_queue_lost)
+        self.queue_watch = QueueWatch(clock.monotonic)
         #: None until the session is open: before that nothing is submitted to the bridge.
         self._queue: PrefillQueue | None = None
         self._attempts: AttemptEvents | None = None
@@ -116,12 +104,14 @@ class ControlSession:
                 self.workers.listen(self._on_members, self._on_health)
                 yield
 
-    async def stepped(self, step: StepEvents) -> None:
-        """The engine has made a step."""
+    async def stepped(
+        self, events: Sequence[LedgerEvent], jobs: Sequence[RemotePrefillRequest]
+    ) -> None:
+        """The engine has made a step. events: of attempts, in order. jobs: to be queued."""
         attempts = self.attempts
-        for event in step.events:
+        for event in events:
             attempts.apply(event)
-        for job in step.jobs:
+        for job in jobs:
             attempts.start(self._push(job), f"push {job.attempt}")
 
     @property
@@ -144,13 +134,12 @@ class ControlSession:
                 payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()
             )
         except Exception as exc:
-            if not isinstance(exc, QueueFull | BrokerUnavailable | PushAmbiguous):
+            if not isinstance(exc, QueueFull | BrokerUnavailable):
                 logger.exception("request %s: queueing the job failed", job.request_id)
             why = "request %s: computed locally, the job was not queued: %s"
             logger.info(why, job.request_id, exc)
             apply(lambda ledger: ledger.not_published(attempt))
         else:
-            self._inbox.append(Published(attempt, self._now()))
             self.queue_watch.pushed(job.tokens_to_compute, len(payload))
             apply(lambda ledger: ledger.published(attempt, sequence, lane))
 
@@ -181,11 +170,6 @@ class ControlSession:
         """These workers respond again, and those do not any more."""
         self.attempts.on_silent(lost)
         self._on_usable_change()
-
-    def _on_queue_lost(self) -> None:
-        """The queued jobs are lost: no writer would claim them before their deadlines. A job that
-        went into the new queue meanwhile is deleted with them."""
-        self._withdraw_queued(Outcome.QUEUE_LOST)
 
     def _on_usable_change(self) -> None:
         if not self.workers.usable:

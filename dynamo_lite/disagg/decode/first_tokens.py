@@ -95,7 +95,7 @@ class FirstTokens:
             return None
         request, token = awaited.request, first.token_id
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        cached = max(first.cached_tokens, first.writer_cached_tokens)
+        cached = first.cached_tokens
         if token >= vocabulary or cached >= prompt_tokens:
             raise ProtocolError(
                 f"first token of {first.request_id}: token {token} of a vocabulary of"
@@ -113,8 +113,8 @@ class FirstTokens:
             # request yet.
             prefill=PrefillCounts(
                 prompt_tokens=prompt_tokens,
-                local_cached_tokens=first.cached_tokens,
-                external_cached_tokens=prompt_tokens - 1 - first.cached_tokens,
+                local_cached_tokens=cached,
+                external_cached_tokens=prompt_tokens - 1 - cached,
                 waited_s=self._now() - awaited.began,
                 cached_tokens=cached,
                 created_cache_tokens=(

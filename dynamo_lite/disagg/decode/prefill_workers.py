@@ -5,14 +5,10 @@ A prefill worker stores a `LinkRecord` of each link that it does not use, under 
 """
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
@@ -20,62 +16,47 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
 from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
-logger = logging.getLogger(__name__)
-
 
 class WriterLinks:
-    """The failed links to one engine. Use `follow()` as a context. Without it none is known.
+    """The marked links to one engine. Use `follow()` as a context. Without it none is known.
 
     Changed on the bridge's thread, read on any thread.
     """
 
-    def __init__(self, namespace: str, engine_id: str, on_drop: OnDrop = uncounted):
-        self._namespace, self._engine_id, self._on_drop = namespace, engine_id, on_drop
-        #: Why a link failed, by its key in the store.
-        self._failed: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        return f"WriterLinks({self._engine_id!r}, failed={sorted(self._failed)})"
-
-    def trouble(self, lease_id: int) -> str:
-        """Why this prefill worker cannot write here; empty if its link has not failed."""
-        key = names.link_key(self._namespace, lease_id, self._engine_id)
-        return self._failed.get(key, "")
+    def __init__(self, namespace: str, engine_id: str):
+        self._namespace, self._engine_id = namespace, engine_id
+        #: Their keys in the store. What the records say is for people.
+        self._marked: set[str] = set()
 
     def usable(self, members: Members) -> Members:
-        """The members without a failed link."""
-        return tuple(member for member in members if not self.trouble(member.lease_id))
+        """The members whose link is not marked."""
+        return tuple(
+            member
+            for member in members
+            if names.link_key(self._namespace, member.lease_id, self._engine_id) not in self._marked
+        )
 
     def follow(
         self, store: Store, on_change: Callable[[], None], on_failure: OnFailure = log_failure
     ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entering waits for the first listing. on_change: called from the event loop when a link
-        has failed or has recovered, also in that listing. Raises StoreUnavailable."""
+        """Entering waits for the first listing. on_change: called from the event loop when a mark
+        has come or gone, also in that listing. Raises StoreUnavailable."""
 
         def take(event: WatchEvent) -> None:
-            before = dict(self._failed)
-            for key, value in changes(event, before).items():
-                self._apply(key, value)
-            if self._failed != before:
+            if self._apply(event):
                 on_change()
 
         return following(store, names.links_prefix(self._namespace), take, on_failure)
 
-    def _apply(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self._failed.pop(key, None)
-        elif key.endswith(f":{self._engine_id}"):
-            try:
-                record = decode_json(value, LinkRecord)
-                worker, engine_id = record.prefill_lease_id, record.engine_id
-                if key != names.link_key(self._namespace, worker, engine_id):
-                    raise ProtocolError("the record names another key")
-            except ProtocolError as exc:
-                logger.warning("ignored an invalid link record at %s: %s", key, exc)
-                self._on_drop("record")
-                self._failed.pop(key, None)
-            else:
-                self._failed[key] = record.detail
+    def _apply(self, event: WatchEvent) -> bool:
+        """Whether any mark has come or gone."""
+        before = frozenset(self._marked)
+        for key, value in changes(event, before).items():
+            if value is None:
+                self._marked.discard(key)
+            elif key.endswith(f":{self._engine_id}"):
+                self._marked.add(key)
+        return self._marked != before
 
 
 class PrefillWorkers:
@@ -90,7 +71,7 @@ class PrefillWorkers:
         self._on_drop = on_drop
         self._roster: Roster | None = None
         self._health: HealthMonitor | None = None
-        self._links = WriterLinks(config.namespace, config.engine_id, on_drop)
+        self._links = WriterLinks(config.namespace, config.engine_id)
 
     @contextlib.asynccontextmanager
     async def follow(
@@ -102,7 +83,7 @@ class PrefillWorkers:
     ) -> AsyncIterator[None]:
         """Waits for the first listings. Raises StoreUnavailable.
 
-        on_links: called when a link has failed or works again. on_failure: of what follows them.
+        on_links: called when a link is marked, or not any more. on_failure: of what follows them.
         """
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from dynamo_lite.disagg.queue.base import PrefillQueue, QueueDepth
+from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
@@ -35,11 +35,10 @@ class QueueView:
 
 
 class QueueWatch:
-    """Runs on the bridge's thread; any thread may read `view`. now: monotonic. on_lost: called when
-    the broker has lost the queue with its jobs."""
+    """Runs on the bridge's thread; any thread may read `view`. now: monotonic."""
 
-    def __init__(self, now: Callable[[], float], on_lost: Callable[[], None]):
-        self._now, self._on_lost = now, on_lost
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
         #: The last reading; None before the first one. Decisions read it in one step.
         self.view: QueueView | None = None
         #: Tokens to compute and bytes of the jobs that this engine has pushed, fading.
@@ -58,7 +57,6 @@ class QueueWatch:
         self._pushed_bytes = _FADE * self._pushed_bytes + size
 
     async def _watch(self, queue: PrefillQueue) -> None:
-        before: QueueDepth | None = None
         while True:
             read_at = self._now()
             try:
@@ -68,7 +66,4 @@ class QueueWatch:
             else:
                 tokens = round(depth.size * self._pushed_tokens / self._pushed_bytes)
                 self.view = QueueView(depth.jobs, tokens, read_at)
-                if before is not None and depth.lost_since(before):
-                    self._on_lost()
-                before = depth
             await asyncio.sleep(_PERIOD_S)

@@ -108,7 +108,6 @@ class DecodeRank:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._landed: dict[str, int] = {}
-        self._cached: dict[str, int] = {}
 
     def step(self, step: DecodeStep) -> None:
         """Applies the message of the scheduler half, and the notifications that have come."""
@@ -141,13 +140,12 @@ class DecodeRank:
         return RankResults(received=received, lost=failed)
 
     def report(self) -> WorkerReport | None:
-        """How many blocks have arrived of each request that the last `results` called lost, 0
-        after a mismatch; and how many tokens of a received one were cached at its writer."""
-        if not (self._landed or self._cached):
+        """How many blocks have arrived of each request that the last `results` called lost; 0 after
+        a mismatch."""
+        if not self._landed:
             return None
         landed, self._landed = self._landed, {}
-        cached, self._cached = self._cached, {}
-        return WorkerReport(landed=landed, cached=cached)
+        return WorkerReport(landed=landed)
 
     def close(self) -> None:
         self._mover.close()
@@ -192,9 +190,6 @@ class DecodeRank:
         mismatch = None if self._own is None else self._mismatch(self._own.regions, awaited)
         if mismatch is None:
             self._received.add(awaited.request_id)
-            commits = awaited.notices.commits.values()
-            if cached := max(commit.cached_tokens for commit in commits):
-                self._cached[awaited.request_id] = cached
             return
         self.stats.add(MISMATCH)
         logger.error(

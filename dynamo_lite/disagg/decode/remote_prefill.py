@@ -2,8 +2,7 @@
 
 The stages of a remote prefill, each from the end of the one before:
 
-    decided ─decide─► asked ─publish─► queued ─pull─► pulled ─claim─► claimed
-            ─fill─► received ─resume─► scheduled
+    decided ─decide─► asked ─queue─► claimed ─fill─► received ─resume─► scheduled
 
 Without a commit the last one is `lost`, from the last stage that was reached.
 """
@@ -66,11 +65,8 @@ class RemotePrefill:
     #: `SingleFlight` writes and reads it, until the prompt has its blocks.
     wait: PrefixWait | None = None
 
-    #: Prompt tokens that no engine computes: those that were cached here at the first decision, or
-    #: at the prefill engine that has written the rest.
+    #: Prompt tokens that were cached here at the first decision.
     cached_tokens: int = 0
-    #: The latter, as its commit says. They count when the KV is complete.
-    writer_cached: int = 0
 
     #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0
@@ -102,7 +98,7 @@ class RemotePrefill:
     #: When each stage has ended, in order; those that it reached. Read by `explain`, also on the
     #: bridge's thread.
     times: dict[str, float] = field(default_factory=dict[str, float])
-    #: The worker that claimed the job, or gave it back without a claim; None: none has yet.
+    #: The worker that claimed the job; None: none has.
     writer: int | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
     outcome: Outcome | None = None
@@ -193,7 +189,5 @@ def _note_spans(stats: Counters, prefill: RemotePrefill) -> None:
         named["dynamo_lite.detail"] = prefill.detail
     asked, *_, ended = times.values()
     note_span(stats, "remote prefill", trace, above.span_id, asked, ended, attributes=named)
-    if "publish" in times:
-        note_child(stats, "publish", trace, asked, times["publish"])
-    if "pull" in times:
-        note_child(stats, "queue wait", trace, times["publish"], times["pull"])
+    if "queue" in times:
+        note_child(stats, "queue wait", trace, asked, times["queue"])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
-from dynamo_lite.disagg.decode.attempt_events import Claimed, DoneBy, Published
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import (
     Decided,
@@ -135,11 +134,6 @@ class RemotePrefills:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
-    def committed(self, request_id: str, cached: int) -> None:
-        """The writers have committed to a rank; the prefill engine had `cached` tokens."""
-        if (prefill := self.by_request.get(request_id)) is not None:
-            prefill.writer_cached = min(cached, prefill.decided.inputs.prompt_tokens - 1)
-
     def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
         """The engine learns that the KV came, or that it will not come. Returns None for KV that
         another connector has loaded."""
@@ -149,7 +143,6 @@ class RemotePrefills:
         self._unpark(prefill)
         if received:
             prefill.prompt = None
-            prefill.cached_tokens = max(prefill.cached_tokens, prefill.writer_cached)
         return prefill
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
@@ -188,23 +181,11 @@ class RemotePrefills:
 
     # Events of the bridge
 
-    def note(self, event: Published | Claimed | DoneBy) -> None:
-        """What has become of an attempt's job."""
-        prefill = self._by_attempt.get(event.attempt)
-        if prefill is None or prefill.outcome is not None:
-            return
-        times = prefill.times
-        match event:
-            case Published():
-                times.setdefault("publish", event.at)
-            case Claimed():
-                # It may have been pulled before the broker's confirmation of the push came.
-                pulled = max(times["decide"], event.pulled_at)
-                times["publish"] = min(times.get("publish", pulled), pulled)
-                times["pull"], times["claim"] = pulled, event.at
-                prefill.writer = event.writer
-            case DoneBy() if "claim" not in times:
-                prefill.writer = event.writer
+    def claimed(self, attempt: str, writer: int, at: float) -> None:
+        """A prefill worker writes the attempt since `at`."""
+        prefill = self._by_attempt.get(attempt)
+        if prefill is not None and prefill.outcome is None:
+            prefill.times["queue"], prefill.writer = at, writer
 
     # Questions
 

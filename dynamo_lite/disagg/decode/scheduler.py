@@ -19,7 +19,7 @@ from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
-from dynamo_lite.disagg.decode.control_session import ControlSession, StepEvents
+from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
@@ -28,7 +28,7 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
+from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -156,7 +156,7 @@ class DecodeScheduler:
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
-            self.bridge.submit(self._net.stepped(StepEvents(events, jobs)))
+            self.bridge.submit(self._net.stepped(events, jobs))
         message, self._message = self._message, DecodeStep()
         return message
 
@@ -164,13 +164,12 @@ class DecodeScheduler:
         """The worker halves report which requests have received their KV or lost it."""
         for request_id, blocks in report.landed.items() if report is not None else ():
             self.prefills.landed(request_id, blocks)
-        for request_id, cached in report.cached.items() if report is not None else ():
-            self.prefills.committed(request_id, cached)
         for request_id in sorted(results.received | results.lost):
             self._transferred(request_id, received=request_id not in results.lost)
 
     def cached_tokens(self, request_id: str) -> int | None:
-        """Prompt tokens that no engine computes for the request; None without a remote prefill."""
+        """Prompt tokens that were in the prefix cache before the request's remote prefill; None
+        without one."""
         prefill = self.prefills.by_request.get(request_id)
         return None if prefill is None or not prefill.tries else prefill.cached_tokens
 
@@ -213,7 +212,7 @@ class DecodeScheduler:
             cached_tokens=cached,
             offloaded_tokens=offloaded,
             queue=self._queue(at),
-            time_left_s=min(timeout_s, time_left_s(request, at)),
+            time_left_s=min(timeout_s, decode_params_of(request).time_left_s(at)),
             transferable=transferable and request.prompt_token_ids is not None,
             leaving=self._net.leaving,
             prefix_awaited=known is not None and known.wait is not None and known.wait.served,
@@ -245,13 +244,13 @@ class DecodeScheduler:
         first = self._first_awaited(tables, computed)
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
-        attempt = self._new_attempt()
+        attempt, params = self._new_attempt(), decode_params_of(request)
         until = self.prefills.asked(
             prefill,
             request,
             attempt,
             now,
-            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
+            timeout_s=min(options.remote_prefill_timeout_s, params.time_left_s(now)),
             first_block=first,
             awaited_tokens=external,
             # A window keeps the end of a prompt only, which serves no other prompt.
@@ -278,9 +277,9 @@ class DecodeScheduler:
             deadline=self._clock.wall() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            adapter=adapter_of(request),
+            adapter=params.adapter,
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
-            first_token=_first_token(request, wanted - external),
+            first_token=_first_token(request, params, wanted - external),
         )
         return job, until
 
@@ -319,10 +318,9 @@ class DecodeScheduler:
                         logger.info(
                             "request %s: attempt %s ended: %s", request_id, attempt, outcome.value
                         )
-                case event:
-                    if isinstance(event, Claimed):
-                        self._message.claims[event.attempt] = event.claim
-                    self.prefills.note(event)
+                case Claimed(attempt, claim, writer, at):
+                    self._message.claims[attempt] = claim
+                    self.prefills.claimed(attempt, writer, at)
 
     def _transferred(self, request_id: str, *, received: bool) -> None:
         prefill = self.prefills.unparked(request_id, received=received)
@@ -360,9 +358,11 @@ class DecodeScheduler:
         )
 
 
-def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
+def _first_token(
+    request: Prompt, params: DecodeRequestParams, cached: int
+) -> FirstTokenWanted | None:
     """cached: prompt tokens in the prefix cache."""
-    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
+    sampling, prompt = params.first_token, request.prompt_token_ids
     if sampling is None or not prompt:
         return None
     return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)

@@ -6,7 +6,6 @@ how a decode engine cancels. So does the end of the claim, if no answer comes.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -50,6 +49,9 @@ from dynamo_lite.runtime.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
+#: After which part of the time for which a claim holds it is renewed. A decode engine that sees the
+#: keys of this worker go waits for one renewal (`LEAVING_S` of `disagg/attempts/ledger.py`).
+RENEWAL = 1 / 12
 #: How long a first claim is sent again without an answer, and while the engine does not listen.
 _FIRST_S, _ABSENT_S = 3.0, 0.5
 #: How long one try waits for its answer. An engine in a long step answers late.
@@ -162,20 +164,9 @@ class JobAttempt:
 
     async def _renew(self, cell: OpenCell) -> None:
         """Repeats the claim until it is refused or has ended. Then no write starts any more, and
-        the engine stops its work on the job.
-
-        When this worker begins to leave, it renews the claim at once, and more often: the decode
-        engine notices that its keys are gone before or after that, and waits for a renewal.
-        """
-        leaving, left = self._parts.leaving, False
+        the engine stops its work on the job."""
         while True:
-            if left:
-                await asyncio.sleep(self._for_s / 12)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._for_s / 3):
-                        await leaving.wait()
-                left = leaving.is_set()
+            await asyncio.sleep(self._for_s * RENEWAL)
             answer = await self._ask(cell, self._until)
             if not isinstance(answer, Held):
                 cell.hold_until(0.0)
@@ -190,14 +181,9 @@ class JobAttempt:
         absent_s: for how long while the engine does not listen."""
         parts, request = self._parts, self.request
         subject = names.claim_subject(parts.namespace, request.engine_id)
+        claim = Claim(attempt=request.attempt, claim=self._claim, writer_lease_id=parts.lease_id)
         absent_until = until if absent_s is None else self._boottime() + absent_s
         while (left_s := until - (asked_at := self._boottime())) > 0:
-            claim = Claim(
-                attempt=request.attempt,
-                claim=self._claim,
-                writer_lease_id=parts.lease_id,
-                held_s=self._now() - self._pulled,
-            )
             timeout_s = min(_TRY_S, left_s)
             try:
                 reply = await parts.messaging.request(subject, encode(claim), timeout_s=timeout_s)
@@ -218,9 +204,9 @@ class JobAttempt:
             return answer
         return None
 
-    async def _first_token(self, token_id: int, cached: int) -> None:
+    async def _first_token(self, token_id: int) -> None:
         """Sends the first token of the answer to the decode worker. If it gets lost, the decode
-        engine's is sent to the client. cached: prompt tokens in this engine's prefix cache."""
+        engine's is sent to the client."""
         request, parts = self.request, self._parts
         if request.first_token is None:
             return
@@ -229,7 +215,6 @@ class JobAttempt:
             attempt=request.attempt,
             token_id=token_id,
             cached_tokens=request.first_token.cached_tokens,
-            writer_cached_tokens=cached,
         )
         subject = names.first_token_subject(parts.namespace, request.engine_id)
         try:
@@ -248,15 +233,9 @@ class JobAttempt:
         request, parts = self.request, self._parts
         if outcome != "written":
             # The others are usual: a request was cancelled, or this worker leaves.
-            level = logging.WARNING if outcome in ("failed", "died") else logging.INFO
+            level = logging.WARNING if outcome == "failed" else logging.INFO
             self._log(outcome, detail, level)
-        done = Done(
-            attempt=request.attempt,
-            claim=claim,
-            outcome=outcome,
-            detail=detail,
-            writer_lease_id=parts.lease_id,
-        )
+        done = Done(attempt=request.attempt, claim=claim, outcome=outcome, detail=detail)
         subject = names.done_subject(parts.namespace, request.engine_id)
         try:
             await retry_while_unavailable(

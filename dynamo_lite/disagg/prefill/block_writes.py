@@ -70,8 +70,6 @@ class OutgoingAttempt:
     slot: StagingSlot | None = None
     #: The next write repeats blocks of earlier writes, and must start after they have ended.
     again: bool = False
-    #: `BlockWrite.began` of the last step that has a span; written by `WriteTimes`.
-    began: float = -1.0
     #: Why nothing more of the attempt is written.
     failure: str | None = None
 
@@ -234,7 +232,7 @@ class BlockWrites:
 
     def _start(self, attempt: OutgoingAttempt, write: BlockWrite) -> None:
         started = self._now()
-        self._times.started(attempt, write, started)
+        self._times.started(write, started)
         self._limit.until = min(self._limit.until, attempt.until + self._move_s)
         peers = self._peers.of(write.target_engine)
         for peer in peers:
@@ -299,7 +297,6 @@ class BlockWrites:
                 writers=peer.writers,
                 parts=list(peer.parts),
                 last=write.last,
-                cached_tokens=write.cached_tokens if write.last else 0,
             )
         )
 
@@ -335,18 +332,10 @@ class _WriteTimes:
     def __init__(self, stats: Counters, rank: int):
         self._stats, self._reports = stats, rank == 0
 
-    def started(self, attempt: OutgoingAttempt, write: BlockWrite, at: float) -> None:
+    def started(self, write: BlockWrite, at: float) -> None:
         """The write starts: its blocks have been computed."""
-        if not self._reports:
-            return
-        if write.last:
+        if self._reports and write.last:
             self._stats.add_stage("compute", at - write.scheduled)
-        # One span for each step, at the first of its writes.
-        if write.trace is not None and write.began != attempt.began:
-            attempt.began = write.began
-            note_child(
-                self._stats, "prefill chunk", write.trace, write.began, at, _attributes(write)
-            )
 
     def ended(self, flight: _InFlightWrite, at: float) -> None:
         self._stats.append(SECONDS, at - flight.started)
@@ -354,11 +343,7 @@ class _WriteTimes:
             return
         if flight.last:
             self._stats.add_stage("write", at - flight.started)
-        if flight.of.trace is not None:
-            note_child(
-                self._stats, "transfer", flight.of.trace, flight.started, at, _attributes(flight.of)
-            )
-
-
-def _attributes(write: BlockWrite) -> dict[str, int | bool]:
-    return {"dynamo_lite.blocks": len(write.remote_ids), "dynamo_lite.last": write.last}
+        write = flight.of
+        if write.trace is not None:
+            about = {"dynamo_lite.blocks": len(write.remote_ids), "dynamo_lite.last": write.last}
+            note_child(self._stats, "transfer", write.trace, flight.started, at, about)

@@ -18,11 +18,8 @@ from dynamo_lite.protocol.prefill import decode_job
 logger = logging.getLogger(__name__)
 
 _PULL_S = 2.0
-_UNFIT_PAUSE_S = 0.2
-#: After a job that this worker cannot do, and others may.
-_LEFT_PAUSE_S = 0.25
-#: Until the broker is asked for a job again after it could not be reached.
-_BROKER_PAUSE_S = 0.2
+#: Until the next pull while none can bring a job that this worker could do.
+_PAUSE_S = 0.25
 
 
 class PrefillJobs:
@@ -77,7 +74,7 @@ class PrefillJobs:
         call it several times."""
         while True:
             if not self._fit() and not self._leaving.is_set():
-                await asyncio.sleep(_UNFIT_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             try:
                 job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
@@ -85,7 +82,7 @@ class PrefillJobs:
                 if self._stopped.is_set():
                     return
                 logger.debug("no job pulled: %s", exc)
-                await asyncio.sleep(_BROKER_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             if job is not None:
                 await self._run_job(job)
@@ -122,7 +119,7 @@ class PrefillJobs:
         await _ack(job)
         if outcome == "unusable":
             # Its engine asks again at once. Others are to get that job.
-            await asyncio.sleep(_LEFT_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
 
     def _begin(self, attempt: JobAttempt) -> None:
         if not self.working:

@@ -7,17 +7,15 @@ from typing import Any
 from dynamo_lite.disagg.counters import ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome, OnFirstToken
 
-#: A sampled token, and how many tokens of the prompt were cached.
-_Sampled = tuple[int, int]
-
 
 class OpenAttempts:
     """Attempts, until the engine has reported how they ended. Used on the component's event
     loop."""
 
     def __init__(self) -> None:
-        #: What the engine has reported of each attempt; None: it is being closed.
-        self._open: dict[str, asyncio.Queue[_Sampled | AttemptOutcome | None]] = {}
+        #: What the engine has reported of each attempt: a sampled token, or its end; None: it
+        #: reports nothing more.
+        self._open: dict[str, asyncio.Queue[int | AttemptOutcome | None]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -34,16 +32,15 @@ class OpenAttempts:
                 if report is None:
                     raise asyncio.CancelledError
                 if on_first_token is not None:
-                    await on_first_token(*report)
+                    await on_first_token(report)
             return report
         finally:
             self._open.pop(attempt, None)
 
-    def sampled(self, attempt: str, token_ids: list[int], cached: int = 0) -> None:
-        """The engine has sampled the token after the attempt's prompt, of which it had `cached`
-        tokens in its prefix cache."""
+    def sampled(self, attempt: str, token_ids: list[int]) -> None:
+        """The engine has sampled the token after the attempt's prompt."""
         if token_ids and (reports := self._open.get(attempt)) is not None:
-            reports.put_nowait((token_ids[0], cached))
+            reports.put_nowait(token_ids[0])
 
     def apply(self, counts: Mapping[str, Any]) -> None:
         """Takes the outcomes from the counters of the connector's halves, of one step. The tokens
@@ -52,11 +49,7 @@ class OpenAttempts:
             if (reports := self._open.get(attempt)) is not None:
                 reports.put_nowait(AttemptOutcome(attempt, outcome, detail))
 
-    def died(self, why: str) -> None:
-        """The engine's process has died: ends all attempts. A dead process starts no write."""
-        for attempt, reports in self._open.items():
-            reports.put_nowait(AttemptOutcome(attempt, "died", why))
-
     def cancel(self) -> None:
+        """The engine is closed, or its process has died: nothing is reported any more."""
         for reports in self._open.values():
             reports.put_nowait(None)

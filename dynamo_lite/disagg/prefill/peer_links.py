@@ -12,8 +12,6 @@ import contextlib
 import logging
 import math
 
-from prometheus_client import Gauge
-
 from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
@@ -42,9 +40,6 @@ class PeerLink:
         self.fits = True
         #: Failures in a row.
         self.failures = 0
-        #: Unset while the store does not have the mark yet.
-        self.recorded = asyncio.Event()
-        self.recorded.set()
         #: Set when the engine has left.
         self.gone = asyncio.Event()
 
@@ -64,15 +59,8 @@ class PeerLinks:
         #: By decode engine, as long as the store has its record. An engine's id is that of one
         #: incarnation, so a worker that restarted at the same address is another one.
         self._links: dict[str, PeerLink] = {}
-        #: Set when the engines that were there first are known, and their marks in the store.
-        self.listed = asyncio.Event()
         #: The misfit that was reported last.
         self._reported = ""
-        Gauge(
-            "dynamo_lite_prefill_worker_unfit",
-            "1 while there are decode engines, and this prefill worker fits none of them",
-            registry=host.registry,
-        ).set_function(lambda: float(bool(self.misfit)))
 
     async def run(self) -> None:
         """Follows the engines in the store. A task of the process."""
@@ -80,10 +68,6 @@ class PeerLinks:
             async for event in events:
                 self._apply(event)
                 self._report_misfit()
-                if not self.listed.is_set():
-                    for link in list(self._links.values()):
-                        await link.recorded.wait()
-                    self.listed.set()
 
     @property
     def hopeless(self) -> bool:
@@ -170,7 +154,6 @@ class PeerLinks:
     def _mark(self, link: PeerLink, why: str, for_s: float | None) -> None:
         """for_s: None for as long as the engine lives."""
         link.mark = why
-        link.recorded.clear()
         how_long = "never" if for_s is None else f"again in {for_s:g} s"
         logger.warning("link to engine %s: used %s: %s", link.target.engine_id, how_long, why)
         self._host.spawn(self._keep_marked(link, for_s), f"link {link.target.engine_id}")
@@ -189,12 +172,10 @@ class PeerLinks:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(for_s):
                     await host.keys.hold(key, encode_json(record), within_s=math.inf)
-                    link.recorded.set()
                     await link.gone.wait()
         except LeaseLost:
             return  # the process is shutting down
         link.mark = ""
-        link.recorded.set()
         # A worker that came back meanwhile has a new link to the same engine.
         now = self._links.get(target.engine_id)
         if now is None or not now.mark:

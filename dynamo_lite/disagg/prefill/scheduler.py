@@ -62,8 +62,6 @@ class _Job:
     #: Monotonic time of the job's first step.
     scheduled: float = 0.0
     trace: TraceContext | None = None
-    #: Prompt tokens that were in this engine's prefix cache.
-    cached_tokens: int = 0
     #: Whether the ranks know the decode engine.
     announced: bool = False
     #: Whether the last write is scheduled.
@@ -80,9 +78,9 @@ class _Job:
         """Number of the first block to write, in the decode engine's blocks."""
         return self.params.num_computed_tokens // self.params.block_size
 
-    def begin(self, now: float, cached: int) -> None:
-        """Its first step. cached: tokens of its prompt in this engine's prefix cache."""
-        self.state, self.scheduled, self.cached_tokens = _State.RUNNING, now, cached
+    def begin(self, now: float) -> None:
+        """Its first step."""
+        self.state, self.scheduled = _State.RUNNING, now
         self.written, self.trace = self.first, traced(self.request.trace_headers)
 
     @property
@@ -110,10 +108,10 @@ class _Job:
             cell=self.params.cell,
         )
 
-    def write(self, done_tokens: int, blocks_of: BlocksOf, began: float) -> BlockWrite | None:
+    def write(self, done_tokens: int, blocks_of: BlocksOf) -> BlockWrite | None:
         """The write of the blocks that this step completes; None if it completes none.
 
-        done_tokens: tokens that are computed after this step. began: when the step began.
+        done_tokens: tokens that are computed after this step.
         """
         total, size = self.params.num_tokens, self.params.block_size
         # The last step may compute only the token to sample from. A block is left for its write.
@@ -145,8 +143,6 @@ class _Job:
             first=first,
             skip_tokens=skip,
             other_groups=others,
-            cached_tokens=self.cached_tokens,
-            began=began,
             trace=self.trace,
             cell=self.params.cell,
         )
@@ -222,18 +218,16 @@ class PrefillScheduler:
         block_ids: Sequence[int],
         external: int,
         queued_at: float | None = None,
-        cached: int = 0,
     ) -> None:
         """The engine starts a job, or has reserved `block_ids` to read `external` tokens.
 
-        queued_at: monotonic time of the job's arrival in the engine. cached: tokens of its prompt
-        in this engine's prefix cache.
+        queued_at: monotonic time of the job's arrival in the engine.
         """
         job = self._job(request)
         if job is None or job.state is not _State.ARRIVED:
             return
         now = self._now()
-        job.begin(now, cached)
+        job.begin(now)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
             if job.trace is not None:
@@ -254,7 +248,7 @@ class PrefillScheduler:
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self.stats.add(COMPUTED, tokens)
                 done = job.request.num_computed_tokens + tokens
-                if (write := job.write(done, self._blocks_of, self._stepped_at)) is not None:
+                if (write := job.write(done, self._blocks_of)) is not None:
                     self._announce(step, job)
                     step.writes.append(write)
         return step

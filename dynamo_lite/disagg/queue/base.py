@@ -4,7 +4,7 @@
 `tests/contract/test_queue.py`.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
@@ -65,18 +65,6 @@ class QueueDepth:
     jobs: int
     #: Their bytes, as the broker stores them.
     size: int
-    #: Identifies the stream: another value when the broker has lost it, and it was made again.
-    stream: Hashable
-    #: The last sequence that it has given.
-    newest: int
-
-    def lost_since(self, before: "QueueDepth") -> bool:
-        """Whether the broker has lost the jobs that it had at the reading `before`.
-
-        A cluster makes a stream that was in the memory of a lost server again by itself. It looks
-        like the old one, and counts from the same first sequence.
-        """
-        return self.stream != before.stream or self.newest < before.newest
 
 
 class Job(Protocol):
@@ -101,8 +89,8 @@ class PrefillQueue(Protocol):
     """An async context manager.
 
     Entering raises StartupError when the broker cannot be used, or has the queue with another
-    configuration. A queue that the broker has lost is made again, empty, with other sequences,
-    unless a cluster makes it by itself (`QueueDepth.lost_since`).
+    configuration. A queue that the broker has lost is made again, empty, with other sequences. A
+    cluster may make one that was in the memory of a lost server again by itself, with the same.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -115,8 +103,7 @@ class PrefillQueue(Protocol):
         """Returns the job's sequence. A repeated `message_id` queues nothing new. life_s: how long
         the broker keeps the job, pulled or not, in whole seconds.
 
-        Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
-        if it may be queued.
+        Raises QueueFull or BrokerUnavailable. After the latter it may be queued all the same.
         """
         ...
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from nats import errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
@@ -29,7 +28,6 @@ from dynamo_lite.disagg.queue.topology import (
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
-    PushAmbiguous,
     QueueFull,
     StartupError,
 )
@@ -94,41 +92,25 @@ class JetStreamQueue:
     async def push(
         self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG, life_s: float = MAX_AGE_S
     ) -> int:
-        subject = self._topology.subject_of(lane)
-        try:
-            return await self._publish(subject, payload, message_id, life_s)
-        except NoStreamResponseError:
-            await self._ensure()
-        try:
-            return await self._publish(subject, payload, message_id, life_s)
-        except NoStreamResponseError as exc:
-            raise BrokerUnavailable(f"no stream accepts {subject}") from exc
+        with unavailable("push"):
+            try:
+                return await self._publish(payload, message_id, lane, life_s)
+            except NoStreamResponseError:
+                await self._ensure()
+            return await self._publish(payload, message_id, lane, life_s)
 
-    async def _publish(self, subject: str, payload: bytes, message_id: str, life_s: float) -> int:
-        """As `push`, but raises NoStreamResponseError when no stream has the subject."""
-        js = self._js()
-        timeout_s = self._config.push_timeout_s
+    async def _publish(self, payload: bytes, message_id: str, lane: Lane, life_s: float) -> int:
+        """As `push`. Errors of nats-py pass through."""
+        subject, timeout_s = self._topology.subject_of(lane), self._config.push_timeout_s
+        headers = {"Nats-Msg-Id": message_id, "Nats-TTL": self._ttl(life_s)}
         try:
-            answer = await js.publish(
-                subject,
-                payload,
-                timeout=timeout_s,
-                headers={"Nats-Msg-Id": message_id, "Nats-TTL": self._ttl(life_s)},
-            )
-            if not isinstance(answer.seq, int):  # nats-py does not check
-                raise TypeError(f"the sequence {answer.seq!r}")
-        except NoStreamResponseError:
-            raise
-        except errors.TimeoutError as exc:
-            raise PushAmbiguous(f"timeout: no reply to the push within {timeout_s:g} s") from exc
+            answer = await self._js().publish(subject, payload, timeout=timeout_s, headers=headers)
         except APIError as exc:
-            if exc.err_code == _MAX_MESSAGES:
-                raise QueueFull(f"the queue holds {self._config.max_jobs} jobs") from exc
-            raise BrokerUnavailable(f"push refused: {exc.description}") from exc
-        except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
-            raise BrokerUnavailable(f"push not sent: {exc}") from exc
-        except Exception as exc:
-            raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
+            if exc.err_code != _MAX_MESSAGES:
+                raise
+            raise QueueFull(f"the queue holds {self._config.max_jobs} jobs") from exc
+        if not isinstance(answer.seq, int):  # nats-py does not check
+            raise TypeError(f"the sequence {answer.seq!r}")
         return answer.seq
 
     def _ttl(self, life_s: float) -> str:

@@ -89,11 +89,7 @@ class Topology:
         stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
         if stream is None:
             return None
-        state, identity = stream.state, (stream.created, stream.config.first_seq)
-        messages, size, newest = (
-            _number(each) for each in (state.messages, state.bytes, state.last_seq)
-        )
-        return QueueDepth(messages, size, identity, newest)
+        return QueueDepth(_number(stream.state.messages), _number(stream.state.bytes))
 
     async def check(self, client: Client, *, clustered: bool) -> None:
         """Raises StartupError if `ensure` would; changes nothing.

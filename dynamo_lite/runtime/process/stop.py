@@ -23,6 +23,11 @@ def loss_exit_code(loss: LeaseLoss) -> int:
     return EXIT_LEASE_EXPIRED if loss is LeaseLoss.EXPIRED else EXIT_STOPPED
 
 
+def end_process() -> None:
+    """For threads beside the main one, whose exceptions would not reach it."""
+    os._exit(EXIT_OWNED_TASK_FAILED)
+
+
 class Interrupted(Exception):
     """A stop was requested during `StopRequest.interrupts`."""
 

@@ -12,7 +12,6 @@ from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.store import until_listed
 from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
@@ -70,9 +69,7 @@ class PrefillWorker:
             host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
         )
-        # So that decode engines that do not fit know it from the start.
         host.spawn(links.run(), "links")
-        await until_listed(links.listed, "decode engines")
         await host.register("prefill", model=engine.model)
         self._heartbeat = probe.start(probe.run())
         for index in range(self._config.concurrency):

@@ -270,13 +270,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill is not None:
             # The first event is the arrival. Without vLLM's statistics there are no events.
             queued_at = request.events[0].timestamp if request.events else None
-            stats = request.prefill_stats
             self._prefill.state_after_alloc(
-                request,
-                blocks.get_block_ids()[0],
-                num_external_tokens,
-                queued_at,
-                0 if stats is None else stats.num_local_cached_tokens,
+                request, blocks.get_block_ids()[0], num_external_tokens, queued_at
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -7,7 +7,7 @@ from vllm.lora.request import LoRARequest
 from dynamo_lite.disagg.counters import BROKEN_LINK
 from dynamo_lite.disagg.engine import AttemptOutcome, OnBrokenLink, OnFirstToken
 from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
-from dynamo_lite.protocol.errors import EngineDied, Refused
+from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
@@ -33,17 +33,15 @@ class VllmPrefillEngine(VllmEngine):
                 # First tokens are taken before the outcomes of attempts, which come with the
                 # statistics.
                 for output in outputs.outputs:
-                    counts = output.prefill_stats
-                    cached = 0 if counts is None else counts.num_local_cached_tokens
-                    self._attempts.sampled(output.request_id, output.new_token_ids, cached)
+                    self._attempts.sampled(output.request_id, output.new_token_ids)
                 stats = outputs.scheduler_stats
                 if stats is not None and (counts := stats.kv_connector_stats):
                     for engine_id, why in counts.get(BROKEN_LINK, ()):
                         on_broken_link(engine_id, why)
                     self._attempts.apply(counts)
-        except EngineDied as exc:
-            self._attempts.died(str(exc))
-            raise
+        finally:
+            # A dead process starts no write. The claims are not renewed any more.
+            self._attempts.cancel()
 
     async def prefill(
         self,

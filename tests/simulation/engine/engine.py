@@ -161,10 +161,9 @@ class SimEngine:
         try:
             while await self._next() is not None:
                 pass
-        except EngineDied as exc:
+        finally:
             # A dead process starts no write: its attempts end now.
-            self._attempts.died(str(exc))
-            raise
+            self._attempts.cancel()
 
     async def prefill(
         self,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome
-from dynamo_lite.protocol.errors import ProtocolError, Refused
+from dynamo_lite.protocol.errors import EngineDied, ProtocolError, Refused
 from dynamo_lite.protocol.generate import Adapter, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
@@ -263,14 +264,14 @@ def prefill_rig() -> Iterator[PrefillRig]:
 
 
 @contextlib.asynccontextmanager
-async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[tuple[int, int]]]:
-    """Runs a job; the tokens that it passes on, with what was cached of the prompt."""
+async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[int]]:
+    """Runs a job; the tokens that it passes on."""
     target = engine_metadata(num_blocks=9)
     rig.engine.metadata = target
-    tokens: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    tokens: asyncio.Queue[int] = asyncio.Queue()
 
-    async def passed_on(token: int, cached: int) -> None:
-        tokens.put_nowait((token, cached))
+    async def passed_on(token: int) -> None:
+        tokens.put_nowait(token)
 
     reads = asyncio.create_task(rig.engine.run_prefills(lambda *link: rig.broken.append(link)))
     job = prefill_job(first_token=WANTED)
@@ -295,7 +296,7 @@ async def test_a_job_that_is_given_up_while_its_adapter_loads_is_not_computed(
         asked.set()
         await loaded.wait()
 
-    async def passed_on(token: int, cached: int) -> None:
+    async def passed_on(token: int) -> None:
         raise AssertionError
 
     prefill_rig.core.add_lora_async = add  # type: ignore[attr-defined]
@@ -317,11 +318,8 @@ async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended
     prefill_rig: PrefillRig,
 ):
     async with prefilling(prefill_rig) as tokens:
-        made = output("a1", 7, end=FinishReason.LENGTH)
-        assert made.prefill_stats is not None
-        made.prefill_stats.set(11, 4, 2)  # two were read from the decode engine
-        prefill_rig.core.step(made)
-        assert await tokens.get() == (7, 4)
+        prefill_rig.core.step(output("a1", 7, end=FinishReason.LENGTH))
+        assert await tokens.get() == 7
         assert prefill_rig.core.added[0].prompt_token_ids == [*range(10), 9]
     assert tokens.empty()
 
@@ -335,7 +333,7 @@ async def test_a_job_that_ends_without_a_token_passes_none_on(prefill_rig: Prefi
 async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(prefill_rig: PrefillRig):
     async with prefilling(prefill_rig) as tokens:
         prefill_rig.core.step(EngineCoreOutput("a1", [7]), **{ENDED: [["a1", "written", ""]]})
-    assert tokens.get_nowait() == (7, 0)
+    assert tokens.get_nowait() == 7
 
 
 async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_rig: PrefillRig):
@@ -344,6 +342,23 @@ async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))
     assert tokens.empty()
+
+
+async def test_a_job_ends_without_an_outcome_when_its_engine_dies(
+    prefill_rig: PrefillRig, monkeypatch: pytest.MonkeyPatch
+):
+    """What it had started to write may still land, so nothing may say that it has ended."""
+    engine, target = prefill_rig.engine, engine_metadata(num_blocks=9)
+    monkeypatch.setattr(
+        prefill_rig.core, "get_output_async", AsyncMock(side_effect=EngineDeadError)
+    )
+    job = engine.prefill(prefill_job(), target, Cell(), AsyncMock())
+    run = asyncio.create_task(job)
+    await eventually(lambda: prefill_rig.core.added)
+    with pytest.raises(EngineDied):
+        await engine.run_prefills(lambda *link: None)
+    await asyncio.wait([run])
+    assert run.cancelled() and not engine.busy
 
 
 async def test_a_broken_link_is_reported(prefill_rig: PrefillRig):

@@ -8,7 +8,7 @@ import pytest
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, first_token_sampling, unpack
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, decode_params_of, unpack
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
@@ -152,9 +152,9 @@ def test_which_tokens_end_an_answer():
 def test_the_engines_scheduler_half_knows_it(timed: bool):
     sampling = FirstTokenSampling(temperature=0.5, seed=3)
     made = requests.generation(message(temperature=0.5, seed=3), MODEL, connected=timed)
-    assert first_token_sampling(Request.from_engine_core_request(made, None)) is None
+    assert decode_params_of(Request.from_engine_core_request(made, None)).first_token is None
     requests.ask_first_token(made, sampling)
-    assert first_token_sampling(Request.from_engine_core_request(made, None)) == sampling
+    assert decode_params_of(Request.from_engine_core_request(made, None)).first_token == sampling
 
 
 def job(**sampling: Any) -> Any:

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from dynamo_lite.disagg.transfer_params import adapter_of, time_left_s
+from dynamo_lite.disagg.transfer_params import decode_params_of
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import Adapter, GenerateRequest
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
@@ -134,14 +134,14 @@ def test_a_connector_knows_how_much_time_is_left():
     sent = message([4, 5], temperature=0, extra_args={"mine": 1})
     before = time.monotonic()
     got = Request.from_engine_core_request(generation(sent, MODEL, connected=True), None)
-    assert 2.4 < time_left_s(got, before) < 3.0
+    assert 2.4 < decode_params_of(got).time_left_s(before) < 3.0
     assert got.sampling_params.extra_args["mine"] == 1
     for untimed in (
         generation(sent, MODEL),
         generation(msgspec.structs.replace(sent, timeout_s=None), MODEL, connected=True),
     ):
         request = Request.from_engine_core_request(untimed, None)
-        assert time_left_s(request, before) == math.inf
+        assert decode_params_of(request).time_left_s(before) == math.inf
 
 
 def test_an_adapter_travels_to_the_engine_and_on_to_a_prefill_worker():
@@ -153,8 +153,8 @@ def test_an_adapter_travels_to_the_engine_and_on_to_a_prefill_worker():
         generation(sent, MODEL, connected=True, loaded=loaded), None
     )
     assert got.lora_request.lora_int_id == 2
-    assert adapter_of(got) == loaded[0]
-    assert time_left_s(got, time.monotonic()) == math.inf
+    assert decode_params_of(got).adapter == loaded[0]
+    assert decode_params_of(got).time_left_s(time.monotonic()) == math.inf
 
 
 def test_without_a_limit_the_models_length_is_it():
