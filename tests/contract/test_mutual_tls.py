@@ -191,8 +191,8 @@ async def _closed_at_once(readers: Sequence[asyncio.StreamReader]) -> None:
 def test_connections_without_a_hello_are_bounded_and_keep_no_peer_out(
     loop: Callable[[], asyncio.AbstractEventLoop], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """With TLS they are in their handshakes. A stranger connects and says nothing. It displaces its own connections, and not those of
-    another address, which were there first."""
+    """With TLS they are in their handshakes. A stranger connects and says nothing. It displaces its
+    own connections, and not those of another address, which were there first."""
     most = 32
     monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
     for at in ("framing", "server"):  # no handshake and no Hello is missed meanwhile

@@ -297,13 +297,8 @@ class Graph(Command):
         async with EtcdStore(self.etcd_url) as store, self.messaging() as messaging:
 
             async def ask() -> list[EngineStatus]:
-                replies: list[bytes] = []
-                found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-                for value in found.values():
-                    subject = names.describe_subject(NAMESPACE, decode_engine(value).engine_id)
-                    with contextlib.suppress(NoResponders):
-                        replies.append(await messaging.request(subject, b"", timeout_s=5.0))
-                return [decode_engine_status(reply) for reply in replies]
+                found = await decode_engines(store, messaging)
+                return [status for status in found.values() if status is not None]
 
             yield ask
 
@@ -393,6 +388,22 @@ class PlainServer(Command):
             return httpx.get(f"{self._url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+async def decode_engines(
+    store: EtcdStore, messaging: NatsMessaging, namespace: str = NAMESPACE
+) -> dict[str, EngineStatus | None]:
+    """By their ids, as they describe themselves; None of one that has gone, whose key lives on.
+    Raises DynamoLiteError."""
+    found: dict[str, EngineStatus | None] = {}
+    for value in (await store.get_prefix(names.nixl_metadata_prefix(namespace))).values():
+        engine_id = decode_engine(value).engine_id
+        subject = names.describe_subject(namespace, engine_id)
+        found[engine_id] = None
+        with contextlib.suppress(NoResponders):
+            reply = await messaging.request(subject, b"", timeout_s=5.0)
+            found[engine_id] = decode_engine_status(reply)
+    return found
 
 
 def health_of(process: ProcessState) -> dict[str, Any]:
