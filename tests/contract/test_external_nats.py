@@ -132,6 +132,7 @@ async def test_nats_asks_for_a_certificate_and_a_password(
         await use_broker(nats_url(server, query, LOGIN))
         said = await refusal(NatsMessaging(nats_url(server, certificates.query(), LOGIN)))
         assert "it requires a client certificate: ?cert=FILE&key=FILE" in said
+        await refusal(NatsMessaging(f"nats://{LOGIN}@localhost:{server.port}"))
         for login in ("me:wrong-s3cret", "s3cret-token", ""):
             said = await refusal(NatsMessaging(nats_url(server, query, login)))
             assert REFUSED in said
