@@ -275,10 +275,8 @@ class Graph(Command):
 
     def engine_pid(self, component: str, instance: int = 0) -> int:
         """The process in which vLLM's engine core of that instance runs."""
-        family = descendants_of(self.process(component, instance).pid)
-        engines = [pid for pid in family if "EngineCore" in command_line(pid)]
-        assert len(engines) == 1, f"{component}: {[command_line(pid) for pid in family]}"
-        return engines[0]
+        [engine] = engine_pids(self.process(component, instance).pid)
+        return engine
 
     async def records(self) -> list[EndpointRecord]:
         async with EtcdStore(self.etcd_url) as store:
@@ -426,6 +424,11 @@ def sample_sum(status_url: str, name: str, **labels: str) -> float:
         for found, has, value in samples(status_url)
         if found == name and labels.items() <= has.items()
     )
+
+
+def engine_pids(pid: int) -> list[int]:
+    """The processes below this one in which engine cores run."""
+    return [one for one in descendants_of(pid) if "EngineCore" in command_line(one)]
 
 
 def command_line(pid: int) -> str:
