@@ -1,15 +1,14 @@
 """NATS and etcd as other people run them: with TLS, client certificates and users."""
 
-import asyncio
 import contextlib
 import dataclasses
-import subprocess
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import trustme
 
-from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats, program
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats, etcdctl
 
 PASSWORD = "s3cret/@,x"
 #: The user of both servers, as a URL has it.
@@ -59,37 +58,21 @@ class TlsEtcd(EmbeddedEtcd):
         return f"https://127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
-        folder = self.certificates.folder
-        own = folder / f"{self.certificate}.pem", folder / f"{self.certificate}-key.pem"
-        command = [*super()._command(), "--cert-file", str(own[0]), "--key-file", str(own[1])]
+        certificate, key = self.certificates.files(self.certificate)
+        command = [*super()._command(), "--cert-file", str(certificate), "--key-file", str(key)]
         if self.demand:
-            command += ["--client-cert-auth", "--trusted-ca-file", str(folder / "ca.pem")]
+            authority = str(self.certificates.folder / "ca.pem")
+            command += ["--client-cert-auth", "--trusted-ca-file", authority]
+        # A test may need a server with a wrong certificate.
+        self._context = context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(*self.certificates.files("client"))
         return command
 
-    async def _is_ready(self) -> bool:
-        try:
-            await self.control("endpoint", "health")
-        except subprocess.CalledProcessError as exc:
-            return b"user name is empty" in exc.stderr
-        return True
-
-    async def control(self, *command: str, user: str = "") -> None:
-        """etcdctl on this server. Raises CalledProcessError."""
-        folder = self.certificates.folder
-        await asyncio.to_thread(
-            subprocess.run,
-            [
-                *(program("etcdctl"), "--endpoints", self.url, "--cacert", folder / "ca.pem"),
-                # A test may need a server with a wrong certificate.
-                "--insecure-skip-tls-verify",
-                *("--cert", folder / "client.pem", "--key", folder / "client-key.pem"),
-                *(("--user", user) if user else ()),
-                *command,
-            ],
-            check=True,
-            capture_output=True,
-            timeout=20,
-        )
+    async def control(self, *command: str, **login: str) -> None:
+        """etcdctl on this server."""
+        url = f"{self.listening}{self.certificates.query(client=True)}"
+        await etcdctl(url, *command, timeout_s=20, **login)
 
 
 class TlsNats(EmbeddedNats):

@@ -1,7 +1,7 @@
 """The layer rule: a package imports only packages to its left, siblings not each other.
 
 Folders do not import each other in a circle, and neither do files.
-And the rule of names: the public name of a class or type has one meaning in the whole package.
+And the rule of names: the public name of a class has one meaning in the whole package.
 """
 
 import ast
@@ -277,38 +277,10 @@ def test_only_the_configuration_reads_the_environment():
     ]
 
 
-def type_name(node: ast.AST) -> str | None:
-    """The name that a statement gives to a class or, written in CamelCase, to an alias of a type.
-
-    A TypeVar has no meaning beyond its module.
-    """
-    match node:
-        case ast.ClassDef(name=name):
-            return name
-        case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar" | "ParamSpec"))):
-            return None
-        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-            return name if name[0].isupper() and not name.isupper() else None
-        case _:
-            return None
-
-
-def homes_of_types(files: list[Path]) -> dict[str, list[str]]:
-    """For each public name of a class or type, the files that define it outside functions and
-    classes."""
-    found: dict[str, list[str]] = {}
-    for file in files:
-        pending: list[ast.stmt] = list(parsed(file).body)
-        for node in pending:
-            if isinstance(node, ast.If):
-                pending.extend([*node.body, *node.orelse])
-            name = type_name(node)
-            home = path_in_package(file)
-            if name and not name.startswith("_") and home not in found.setdefault(name, []):
-                found[name].append(home)
-    return found
-
-
-def test_the_name_of_a_type_has_one_meaning():
-    homes = homes_of_types(FILES)
+def test_the_name_of_a_class_has_one_meaning():
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in parsed(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path_in_package(file))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}

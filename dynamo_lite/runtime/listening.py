@@ -59,9 +59,6 @@ class PendingConnections:
         self._connections: dict[Hashable, tuple[str, Close]] = {}
         self._by_address: dict[str, dict[Hashable, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._connections)
-
     def add(self, connection: Hashable, address: str, close: Close) -> None:
         """close: replaces the earlier one of a connection that is pending already. It is called
         after the connection was removed here."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.chaos.arena import Say, children, left, open_arena
 from tests.chaos.cancels import CANCELS
 from tests.chaos.cluster import CONFIG
-from tests.chaos.delays import DELAYS
+from tests.chaos.delays import PREFILL_KILLED
 from tests.chaos.forward_storm import forward_storm, greedy_questions
 from tests.chaos.outages import OUTAGES
 from tests.chaos.questions import questions, right_answers
@@ -29,7 +29,7 @@ from tests.chaos.storm import storm
 from tests.vllm.graph import DISAGG
 
 #: In the order in which `--scenario all` plays them.
-SCENARIOS = (*DELAYS, *OUTAGES, CANCELS)
+SCENARIOS = (PREFILL_KILLED, *OUTAGES, CANCELS)
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)

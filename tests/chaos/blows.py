@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tests.chaos.cluster import FRONTEND, Cluster, Member
 from tests.servers import PrivateServer
@@ -82,6 +83,9 @@ class Blows:
 
 
 Blow = Callable[[Blows, str], Awaitable[None]]
+
+NATS, ETCD = attrgetter("nats"), attrgetter("etcd")
+"""Of a cluster."""
 
 
 def killing(service: str, *, engine: bool = False, spare: int = 0, again: float = 0.6) -> Blow:

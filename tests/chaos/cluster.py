@@ -19,7 +19,7 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.run_state import ProcessState, read_run
 from tests.ports import reserved_port
 from tests.servers import PrivateServer
-from tests.vllm.graph import Graph, command_line, descendants_of
+from tests.vllm.graph import Graph, engine_pids
 
 CONFIG = ("graphs.disagg_router:Frontend", "configs/chaos.yaml")
 FRONTEND, DECODE, PREFILL = "Frontend", "VllmWorker", "PrefillWorker"
@@ -49,9 +49,7 @@ class Member:
     @property
     def engine_pid(self) -> int:
         """Of its EngineCore process; 0 while there is none."""
-        pid = self.state.pid
-        family = descendants_of(pid) if pid else []
-        return next((p for p in family if "EngineCore" in command_line(p)), 0)
+        return next(iter(engine_pids(pid) if (pid := self.state.pid) else ()), 0)
 
 
 class Cluster:

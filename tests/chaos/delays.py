@@ -1,13 +1,11 @@
-"""Scenarios that measure how long clients wait because of a failure."""
+"""Scenario: how long clients wait because the only prefill worker is killed."""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
 
-import httpx
-
-from tests.chaos.cluster import FRONTEND, PREFILL
+from tests.chaos.cluster import PREFILL
 from tests.chaos.questions import Question
 from tests.chaos.scenario import Scenario, Scene, until_it_works
 
@@ -18,8 +16,6 @@ _REMOTE_TOKENS = 256
 _ROUNDS = 2
 #: Aim for the longest answer, beyond that of the same load without the kill.
 _LONGER_S = 2.0
-
-_FROZEN_S = 10.0
 
 
 async def _longest(scene: Scene, asked: Sequence[Question]) -> float:
@@ -38,7 +34,7 @@ async def _longest(scene: Scene, asked: Sequence[Question]) -> float:
     return max(took)
 
 
-async def _prefill_killed(scene: Scene) -> None:
+async def _body(scene: Scene) -> None:
     """It asks all questions itself, so that both times are those of the same load."""
     # Without the families: what the caches know of their prefixes depends on the time.
     remote = [q for q in scene.arena.asked if q.prompt_tokens > _REMOTE_TOKENS and not q.family]
@@ -58,29 +54,6 @@ async def _prefill_killed(scene: Scene) -> None:
     )
 
 
-async def _nats_frozen(scene: Scene) -> None:
-    """The longest gap in a stream is in the report. The Frontend serves requests, and shows that
-    the broker is away."""
-    nats = scene.arena.cluster.nats
-    nats.freeze()
-    scene.blows.hit("freeze nats-server", f"for {_FROZEN_S:g} s")
-    try:
-        await asyncio.sleep(_FROZEN_S)
-        url = scene.blows.pick(FRONTEND).state.status_url
-        async with httpx.AsyncClient(timeout=5) as http:
-            ready = (await http.get(f"{url}/ready")).json()
-            health = (await http.get(f"{url}/health")).json()
-    finally:
-        nats.thaw()
-    if not ready["ok"] or "NATS is not connected" not in ready["checks"]["broker"]["detail"]:
-        scene.report.trouble.append(f"/ready of the Frontend without NATS: {ready}")
-    if health["nats_connected"]:
-        scene.report.trouble.append("/health of the Frontend does not show that NATS is away")
-
-
-DELAYS = (
-    Scenario(
-        "prefill-killed", "the only prefill worker is killed (-9)", _prefill_killed, clients=0
-    ),
-    Scenario("nats-frozen", f"nats-server is stopped for {_FROZEN_S:g} s", _nats_frozen, calm=True),
+PREFILL_KILLED = Scenario(
+    "prefill-killed", "the only prefill worker is killed (-9)", _body, clients=0
 )

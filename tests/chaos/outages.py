@@ -1,18 +1,22 @@
 """Scenarios: one process, or one server, is away for a while."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
+from tests.chaos.blows import ETCD, NATS, Blow, freezing, killing, restarting
 from tests.chaos.cluster import DECODE, ROUTER
 from tests.chaos.scenario import STEADY_S, Scenario, Scene
 
 _OUTAGE_S = 20.0
 
 
-def _killed(service: str):
+def _hit(kind: str, *blows: Blow) -> Callable[[Scene], Awaitable[None]]:
+    """One after the other."""
+
     async def body(scene: Scene) -> None:
-        victim = scene.blows.pick(service)
-        await scene.blows.kill(victim, f"kill {service}")
-        await scene.blows.back(victim)
+        for number, blow in enumerate(blows):
+            await asyncio.sleep(STEADY_S if number else 0.0)
+            await blow(scene.blows, kind)
 
     return body
 
@@ -22,7 +26,7 @@ async def _router_killed(scene: Scene) -> None:
     meters = scene.arena.meters
     await meters.ask()
     by_turns = meters.total("router_fallbacks")
-    await _killed(ROUTER)(scene)
+    await killing(ROUTER, again=0.0)(scene.blows, "kill Router")
     await meters.ask()
     by_router = meters.total("router_choices")
     await asyncio.sleep(STEADY_S)
@@ -33,36 +37,35 @@ async def _router_killed(scene: Scene) -> None:
         scene.report.trouble.append("the new Router has placed no request")
 
 
-async def _etcd_frozen(scene: Scene) -> None:
-    etcd = scene.arena.cluster.etcd
-    etcd.freeze()
-    scene.blows.hit("freeze etcd", f"for {_OUTAGE_S:g} s")
-    await asyncio.sleep(_OUTAGE_S)
-    etcd.thaw()
-
-
-async def _etcd_killed(scene: Scene) -> None:
-    etcd = scene.arena.cluster.etcd
-    await etcd.kill()
-    scene.blows.hit("kill etcd", f"for {_OUTAGE_S:g} s")
-    await asyncio.sleep(_OUTAGE_S)
-    await etcd.restart()
-
-
-async def _nats_killed(scene: Scene) -> None:
-    nats = scene.arena.cluster.nats
-    for seconds in (0.0, 1.0, 5.0):
-        await nats.kill()
-        scene.blows.hit("kill nats-server", f"for {seconds:g} s")
-        await asyncio.sleep(seconds)
-        await nats.restart()
-        await asyncio.sleep(STEADY_S)
-
-
 OUTAGES = (
-    Scenario("decode-killed", "one of two decode workers is killed (-9)", _killed(DECODE)),
+    Scenario(
+        "decode-killed",
+        "one of two decode workers is killed (-9)",
+        _hit("kill decode worker", killing(DECODE, again=0.0)),
+    ),
     Scenario("router-killed", "the Router is killed (-9)", _router_killed),
-    Scenario("etcd-frozen", "etcd is stopped for 20 s", _etcd_frozen, calm=True),
-    Scenario("etcd-killed", "etcd is killed, and started after 20 s", _etcd_killed, calm=True),
-    Scenario("nats-killed", "nats-server is killed and started thrice", _nats_killed, calm=True),
+    Scenario(
+        "etcd-frozen",
+        "etcd is stopped for 20 s",
+        _hit("freeze etcd", freezing(ETCD, _OUTAGE_S, _OUTAGE_S)),
+        calm=True,
+    ),
+    Scenario(
+        "etcd-killed",
+        "etcd is killed, and started after 20 s",
+        _hit("kill etcd", restarting(ETCD, _OUTAGE_S, _OUTAGE_S)),
+        calm=True,
+    ),
+    Scenario(
+        "nats-frozen",
+        "nats-server is stopped for 10 s",
+        _hit("freeze nats-server", freezing(NATS, 10.0, 10.0)),
+        calm=True,
+    ),
+    Scenario(
+        "nats-killed",
+        "nats-server is killed and started thrice",
+        _hit("kill nats-server", *(restarting(NATS, s, s) for s in (0.0, 1.0, 5.0))),
+        calm=True,
+    ),
 )

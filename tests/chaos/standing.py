@@ -9,12 +9,11 @@ import httpx
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.records import decode_engine
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.chaos.cluster import DECODE, PREFILL, Cluster
-from tests.vllm.graph import NAMESPACE, samples
+from tests.vllm.graph import NAMESPACE, decode_engines, samples
 
 _POLL_S = 0.25
 _ASK_S = 3.0
@@ -59,21 +58,14 @@ class Standing:
 
 async def look(cluster: Cluster) -> Standing:
     """Raises DynamoLiteError when broker or store do not answer."""
-    async with EtcdStore(cluster.etcd.url, connect_timeout_s=_ASK_S) as store:
-        found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-    known = [decode_engine(value).engine_id for value in found.values()]
-    engines: dict[str, EngineStatus] = {}
-    async with NatsMessaging(cluster.nats.url) as messaging:
-        for engine in known:
-            try:
-                subject = names.describe_subject(NAMESPACE, engine)
-                reply = await messaging.request(subject, b"", timeout_s=_ASK_S)
-                engines[engine] = decode_engine_status(reply)
-            except DynamoLiteError:
-                continue
+    async with (
+        EtcdStore(cluster.etcd.url, connect_timeout_s=_ASK_S) as store,
+        NatsMessaging(cluster.nats.url) as messaging,
+    ):
+        found = await decode_engines(store, messaging)
         jobs = await _jobs(messaging)
-    silent = tuple(engine for engine in known if engine not in engines)
-    return Standing(engines, silent, await _writers(cluster), jobs)
+    engines = {key: status for key, status in found.items() if status is not None}
+    return Standing(engines, tuple(found.keys() - engines), await _writers(cluster), jobs)
 
 
 async def _writers(cluster: Cluster) -> dict[str, tuple[int, int]]:

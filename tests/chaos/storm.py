@@ -9,12 +9,21 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from tests.chaos.arena import Arena, Say
-from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting
+from tests.chaos.blows import (
+    ETCD,
+    NATS,
+    Blow,
+    Blows,
+    NotNow,
+    freezing,
+    holding,
+    killing,
+    restarting,
+)
 from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, ROUTER, Cluster
 from tests.chaos.load import Load, pause
 from tests.chaos.report import Report
@@ -39,8 +48,6 @@ class Lane:
     pause_s: tuple[float, float]
     kinds: tuple[Kind, ...]
 
-
-_nats, _etcd = attrgetter("nats"), attrgetter("etcd")
 
 #: Leases of configs/chaos.yaml live for the default time; a worker that is stopped for
 #: longer than that becomes a zombie.
@@ -87,18 +94,18 @@ LANES = (
         "broker",
         (5.0, 15.0),
         (
-            Kind("kill nats-server", restarting(_nats, 0, 2), 33),
-            Kind("kill nats-server, wiped", restarting(_nats, 0, 2, wiped=True), 33),
-            Kind("freeze nats-server", freezing(_nats, 0.5, 6), 6),
+            Kind("kill nats-server", restarting(NATS, 0, 2), 33),
+            Kind("kill nats-server, wiped", restarting(NATS, 0, 2, wiped=True), 33),
+            Kind("freeze nats-server", freezing(NATS, 0.5, 6), 6),
         ),
     ),
     Lane(
         "store",
         (5.0, 15.0),
         (
-            Kind("kill etcd", restarting(_etcd, 0, 4), 33),
-            Kind("kill etcd, wiped", restarting(_etcd, 0, 4, wiped=True), 33),
-            Kind("freeze etcd", freezing(_etcd, 0.5, 8), 6),
+            Kind("kill etcd", restarting(ETCD, 0, 4), 33),
+            Kind("kill etcd, wiped", restarting(ETCD, 0, 4, wiped=True), 33),
+            Kind("freeze etcd", freezing(ETCD, 0.5, 8), 6),
         ),
     ),
 )

@@ -153,6 +153,6 @@ async def test_a_token_is_renewed_when_users_change(
             await add_users(server)
             async with asyncio.timeout(10):
                 await asyncio.gather(*(store.put(f"n/{i}", b"1") for i in range(5)))
-                await server.control("user", "add", "other:x", user="root:root")
+                await server.control("user", "add", "other:x", user="root", password="root")
                 await asyncio.gather(*(store.put(f"n/{i}", b"2") for i in range(5)))
                 assert set((await store.get_prefix("n/")).values()) == {b"2"}

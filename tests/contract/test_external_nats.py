@@ -132,6 +132,7 @@ async def test_nats_asks_for_a_certificate_and_a_password(
         await use_broker(nats_url(server, query, LOGIN))
         said = await refusal(NatsMessaging(nats_url(server, certificates.query(), LOGIN)))
         assert "it requires a client certificate: ?cert=FILE&key=FILE" in said
+        await refusal(NatsMessaging(f"nats://{LOGIN}@localhost:{server.port}"))
         for login in ("me:wrong-s3cret", "s3cret-token", ""):
             said = await refusal(NatsMessaging(nats_url(server, query, login)))
             assert REFUSED in said
@@ -191,20 +192,6 @@ async def test_what_a_user_has_no_right_to_is_counted(tmp_path: Path) -> None:
             assert messaging.connected
 
 
-async def test_nats_knows_a_user_by_a_credentials_file(tmp_path: Path) -> None:
-    """With an operator and an account of its own, as nsc makes them."""
-    config, creds = jwt_account(tmp_path)
-    async with nats(tmp_path / "server", config) as server:
-        url = f"nats://127.0.0.1:{server.port}?creds={creds}"
-        async with asyncio.timeout(20), NatsMessaging(url) as messaging:
-
-            async def echo(payload: bytes) -> bytes:
-                return payload
-
-            async with messaging.serve("echo", echo):
-                assert await messaging.request("echo", b"hello", timeout_s=5) == b"hello"
-
-
 @pytest.mark.parametrize(
     ("part", "error"),
     [
@@ -215,7 +202,8 @@ async def test_nats_knows_a_user_by_a_credentials_file(tmp_path: Path) -> None:
 async def test_a_spoilt_credentials_file_costs_no_more_than_the_connection(
     tmp_path: Path, part: bytes, error: str
 ) -> None:
-    """It is read at each connect: a file without a JWT must not be read for ever."""
+    """With an operator and an account of its own, as nsc makes them. The file is read at each
+    connect: one without a JWT must not be read for ever."""
     config, creds = jwt_account(tmp_path)
     async with nats(tmp_path / "server", config) as server:
         async with NatsMessaging(f"nats://127.0.0.1:{server.port}?creds={creds}") as messaging:

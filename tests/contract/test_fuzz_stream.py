@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
@@ -33,6 +33,7 @@ from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.request_plane.session import MAX_HELLO_BYTES
 from tests.builders import endpoint_record, generate_request
+from tests.contract.generating import FakeEngine
 from tests.hostile import Spoiler
 
 FUZZ = settings(derandomize=True, max_examples=60)
@@ -42,20 +43,6 @@ RNG = st.integers(0, (1 << 32) - 1).map(Random)
 ITS_ID = "frontend.1"
 
 
-class Engine:
-    """Implements GenerateHandler: takes everything."""
-
-    def __init__(self) -> None:
-        self.taken: list[str] = []
-        self.aborted: list[str] = []
-
-    async def submit(self, request: GenerateRequest) -> None:
-        self.taken.append(request.request_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
-
-
 class Graph:
     """A worker and a client of it; `ends` counts how often each request ended."""
 
@@ -63,7 +50,7 @@ class Graph:
         self.drops: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.got: dict[str, list[int]] = {}
-        self.engine = Engine()
+        self.engine = FakeEngine()
         self.server = GenerateServer(self.engine, on_drop=self._drop)
         self.client = self.client_of("frontend")
 
@@ -187,29 +174,6 @@ def test_hostile_clients_take_nothing_from_a_true_one(rng: Random):
             await graph.answer("c")
 
     asyncio.run(main())
-
-
-async def test_connections_without_a_hello_are_bounded_and_keep_no_client_out(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    most = 64
-    monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
-    for at in ("framing", "server"):
-        monkeypatch.setattr(f"dynamo_lite.request_plane.{at}.FIRST_FRAME_TIMEOUT_S", 60.0)
-    graph = Graph()
-    async with graph.running(), contextlib.AsyncExitStack() as stack:
-        address = parse_address(graph.server.stream_address)
-        made: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        for _ in range(2 * most):
-            made.append(await asyncio.open_connection(*address))
-            stack.callback(made[-1][1].close)
-        async with asyncio.timeout(20):  # less than the timeout of a first frame
-            for reader, _ in made[:most]:
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-        assert graph.drops["stream"] == most
-        await graph.answer("a")
-        assert not any(reader.at_eof() for reader, _ in made[most + 1 :])
 
 
 async def test_a_large_first_frame_is_refused_before_its_bytes_arrive_and_fills_no_log(

@@ -186,12 +186,13 @@ async def _closed_at_once(readers: Sequence[asyncio.StreamReader]) -> None:
                 assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
-    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+def test_connections_without_a_hello_are_bounded_and_keep_no_peer_out(
+    loop: Callable[[], asyncio.AbstractEventLoop], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """A stranger connects and says nothing. It displaces its own connections, and not those of
-    another address, which were there first."""
+    """With TLS they are in their handshakes. A stranger connects and says nothing. It displaces its
+    own connections, and not those of another address, which were there first."""
     most = 32
     monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
     for at in ("framing", "server"):  # no handshake and no Hello is missed meanwhile
@@ -201,7 +202,7 @@ def test_handshakes_are_bounded_in_number_and_keep_no_peer_out(
     async def flood() -> None:
         async with AsyncExitStack() as stack:
             count = {"on_drop": lambda where: drops.update([where])}
-            setup = await open_setup("tls", stack, **count)
+            setup = await open_setup(kind, stack, **count)
             place = parse_address(setup.server.stream_address)
 
             async def connect(source: str) -> asyncio.StreamReader:

@@ -513,41 +513,6 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
             assert await queue.pull(timeout_s=0.05) is None
 
 
-async def test_what_is_missing_is_looked_for_once_while_the_broker_is_away(
-    nats_server: PrivateServer,
-    namespace: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """And again when it is back, not after each pause of repairs until then."""
-    monkeypatch.setattr("dynamo_lite.disagg.queue.jetstream._REPAIR_INTERVAL_S", 0.01)
-    async with jetstream(nats_server, namespace) as queue:
-        await nats_server.kill()
-
-        async def state() -> str:
-            try:
-                await queue.depth()
-            except BrokerUnavailable as exc:
-                return str(exc)
-            return "back"
-
-        async def is_away() -> bool:
-            return "disconnected" in await state()
-
-        async def is_back() -> bool:
-            return await state() == "back"
-
-        await eventually(is_away)
-        queue._missing.set()
-        await eventually(lambda: "is unavailable" in caplog.text)
-        await asyncio.sleep(0.1)  # ten pauses
-        assert caplog.text.count("is unavailable") == 1
-        await nats_server.restart()
-        await eventually(is_back)
-        await push(queue, b"a")
-        assert (await pull(queue)).payload == b"a"
-
-
 async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
     nats_server: PrivateServer, namespace: str
 ):

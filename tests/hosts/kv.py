@@ -9,8 +9,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain, decode_explained
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.records import decode_engine
+from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import eventually
@@ -18,6 +17,7 @@ from tests.chaos.meters import Meters
 from tests.chaos.questions import Question
 from tests.hosts.load import question
 from tests.hosts.rig import NAMESPACE, Rig
+from tests.vllm.graph import decode_engines
 
 #: How long until all is in order again, on a machine that is busy with other things.
 _AGAIN_S = 240.0
@@ -65,8 +65,8 @@ class Kv:
                 found = await self._engines()
             except DynamoLiteError:
                 return False
-            free = {engine.free_blocks for engine in found}
-            busy = any(engine.quarantined or engine.waiting for engine in found)
+            free = {engine.free_blocks for engine in found.values() if engine}
+            busy = any(not e or e.quarantined or e.waiting for e in found.values())
             if len(found) != len(self._rig.services["VllmWorker"]) or len(free) != 1 or busy:
                 return False
             self._free = next(iter(free)) if self._free is None else self._free
@@ -91,30 +91,26 @@ class Kv:
 
         await eventually(all_remote, _AGAIN_S)
 
-    async def _engines(self) -> list[EngineStatus]:
-        """What the decode engines say of themselves. Raises DynamoLiteError."""
-        async with EtcdStore(self._rig.etcd.url) as store:
-            found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-        return [
-            decode_engine_status(await self._ask(names.describe_subject(NAMESPACE, engine_id), b""))
-            for engine_id in (decode_engine(value).engine_id for value in found.values())
-        ]
+    async def _engines(self) -> dict[str, EngineStatus | None]:
+        """The decode engines. Raises DynamoLiteError."""
+        async with (
+            EtcdStore(self._rig.etcd.url) as store,
+            NatsMessaging(self._rig.nats.url) as messaging,
+        ):
+            return await decode_engines(store, messaging, NAMESPACE)
 
     async def _remote_prefills(self, within_s: float) -> list[int]:
         """How many prompts of each decode engine were prefilled remotely of late. Raises
         DynamoLiteError."""
         asked = encode(Explain(last=_LAST, within_s=within_s))
         found: list[int] = []
-        for engine in await self._engines():
-            subject = names.explain_subject(NAMESPACE, engine.metadata.engine_id)
-            said = decode_explained(await self._ask(subject, asked))
-            outcomes = [one.asked.outcome for one in said.decisions if one.asked is not None]
-            found.append(outcomes.count("committed"))
-        return found
-
-    async def _ask(self, subject: str, payload: bytes) -> bytes:
         async with NatsMessaging(self._rig.nats.url) as messaging:
-            return await messaging.request(subject, payload, timeout_s=5.0)
+            for engine_id in await self._engines():
+                subject = names.explain_subject(NAMESPACE, engine_id)
+                said = decode_explained(await messaging.request(subject, asked, timeout_s=5.0))
+                outcomes = [one.asked.outcome for one in said.decisions if one.asked is not None]
+                found.append(outcomes.count("committed"))
+        return found
 
 
 def questions() -> list[Question]:

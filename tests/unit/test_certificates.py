@@ -10,9 +10,9 @@ import pytest
 from cryptography import x509
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.certificates import Certificates, with_files
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.certificate_folder import make_certificates
-from tests.certificate_folders import NAMESPACE, expire, graph_folder, of, renew
+from tests.certificate_folders import NAMESPACE, expire, graph_folder, of
 
 
 @pytest.fixture
@@ -40,21 +40,6 @@ def handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLOb
 
 def leaf(folder: Path, name: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes())
-
-
-def test_both_sides_show_whose_they_are(folder: Path):
-    frontend, worker = of(folder, "Frontend"), of(folder, "VllmWorker")
-    at_frontend, at_worker = handshake(frontend.client(), worker.server())
-    assert worker.refusal(at_worker, "Frontend") == ""
-    assert worker.refusal(at_worker) == "", "a component of the graph"
-    assert frontend.refusal(at_frontend, "Router", "VllmWorker") == ""
-    said = worker.refusal(at_worker, "VllmWorker")
-    assert said == (
-        "its certificate is of dynamo-lite://n/Frontend, not of dynamo-lite://n/VllmWorker"
-    )
-    other = Certificates(graph_folder(folder.parent / "x", "n2"), "n2", "VllmWorker")
-    assert "not of dynamo-lite://n2/..." in other.refusal(at_worker)
-    assert worker.refusal(None) == "it shows no certificate"
 
 
 def test_a_stranger_gets_no_connection(folder: Path, tmp_path: Path):
@@ -203,17 +188,6 @@ def test_bad_files_are_named_and_the_good_ones_stay_in_use(
     assert running.client() is before and running.client() is before
     [record] = caplog.records
     assert record.getMessage() == f"{mistake}; what was read before stays in use"
-
-
-def test_new_files_are_used_from_the_next_connection_on(folder: Path):
-    frontend, worker = of(folder, "Frontend"), of(folder, "VllmWorker")
-    old = leaf(folder, "Frontend").serial_number
-    renew(folder, "Frontend")
-    at_frontend, at_worker = handshake(frontend.client(), worker.server())
-    shown = at_worker.getpeercert()
-    assert shown and int(str(shown["serialNumber"]), 16) == leaf(folder, "Frontend").serial_number
-    assert leaf(folder, "Frontend").serial_number != old
-    assert frontend.refusal(at_frontend, "VllmWorker") == ""
 
 
 def test_an_authority_is_replaced_through_a_file_with_both(folder: Path, tmp_path: Path):

@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,49 +64,36 @@ def anchors(text: str) -> set[str]:
 
 
 @functools.cache
-def entries(root: Path) -> frozenset[str]:
+def entries() -> frozenset[str]:
     """Every file of the repository, and every folder that has one, as paths from the top."""
     every: set[str] = set()
-    for folder, names, files in os.walk(root):
+    for folder, names, files in os.walk(ROOT):
         names[:] = [name for name in names if not _NOT_OURS.fullmatch(name)]
         for file in files:
-            path = (Path(folder) / file).relative_to(root)
+            path = (Path(folder) / file).relative_to(ROOT)
             every.update(str(one) for one in (path, *path.parents) if one.name)
     return frozenset(every)
 
 
-def begins_with(word: str, root: Path, inside: str = "") -> bool:
-    """Whether the first part of a path is a folder at the top, or in the folder `inside`."""
-    return inside + word.split("/")[0] in entries(root)
-
-
-def names_a_path(word: str, root: Path) -> bool:
+def names_a_path(word: str) -> bool:
     """Whether a word is meant as a path of the repository.
 
     It ends like a file or a folder, or begins with a folder at the top or of the package.
     """
     if _PATH.fullmatch(word) is None or word in ELSEWHERE or MADE.fullmatch(word):
         return False
-    if word.endswith(("/", *FILE_ENDINGS)):
-        return True
-    return "/" in word and (begins_with(word, root) or begins_with(word, root, f"{PACKAGE}/"))
+    first, slash, _ = word.partition("/")
+    folders = {first, f"{PACKAGE}/{first}"} if slash else set[str]()
+    return word.endswith(("/", *FILE_ENDINGS)) or not entries().isdisjoint(folders)
 
 
-def found(word: str, root: Path, folders: Iterable[str]) -> str | None:
-    """The first entry that a path names in one of these folders. `*` stands for any characters
-    of a name."""
-    for folder in folders:
-        for name in matching(folder + word.rstrip("/"), root):
-            if root.joinpath(name).is_dir() or not word.endswith("/"):
-                return name
-    return None
-
-
-def matching(path: str, root: Path) -> list[str]:
-    if "*" not in path:
-        return [path] if path in entries(root) else []
-    pattern = re.compile(re.escape(path).replace(r"\*", "[^/]*"))
-    return [name for name in entries(root) if pattern.fullmatch(name)]
+def is_there(word: str) -> bool:
+    """Paths are from the top or from the package; a file's name may stand alone. `*` stands for
+    any characters of a name."""
+    path = re.escape(word.rstrip("/")).replace(r"\*", "[^/]*")
+    place = f"({PACKAGE}/)?" if "/" in word else "(.*/)?"
+    found = [name for name in entries() if re.fullmatch(place + path, name)]
+    return any((ROOT / name).is_dir() for name in found) if word.endswith("/") else bool(found)
 
 
 def words_of_code(text: str) -> Iterator[str]:
@@ -114,29 +101,16 @@ def words_of_code(text: str) -> Iterator[str]:
         yield from code.split()
 
 
-def words_of_commands(text: str, root: Path) -> Iterator[str]:
+def words_of_commands(text: str) -> Iterator[str]:
     """Of fenced blocks only what begins with a folder at the top: the rest is output."""
-    for block in _FENCE.findall(text):
-        for word in re.findall(r"[\w./*-]+", block):
-            if "/" in word and begins_with(word, root) and not MADE.fullmatch(word):
-                yield word
+    for word in re.findall(r"[\w./*-]+", "".join(_FENCE.findall(text))):
+        if "/" in word and word.partition("/")[0] in entries():
+            yield word
 
 
-def missing_paths(text: str, root: Path, own: str = "") -> list[str]:
-    """Paths are from the top or from the package. A file's name alone is that of a file in the
-    folder that was named last, in the page's own folder, or at the top."""
-    missing = {word for word in words_of_commands(text, root) if found(word, root, [""]) is None}
-    last = ""
-    for word in words_of_code(text):
-        if not names_a_path(word, root):
-            continue
-        alone = "/" not in word
-        name = found(word, root, [last, own, ""] if alone else ["", f"{PACKAGE}/"])
-        if name is None:
-            missing.add(word)
-        elif not alone:
-            last = f"{name}/" if (root / name).is_dir() else f"{name.rpartition('/')[0]}/"
-    return sorted(missing)
+def missing_paths(text: str) -> set[str]:
+    words = {*words_of_code(text), *words_of_commands(text)}
+    return {word for word in words if names_a_path(word) and not is_there(word)}
 
 
 def broken_links(page: Path) -> list[str]:
@@ -155,8 +129,7 @@ def broken_links(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_and_link_of_a_page_leads_somewhere(page: Path):
-    own = f"{page.parent.relative_to(ROOT)}/" if page.parent != ROOT else ""
-    assert missing_paths(page.read_text(encoding="utf-8"), ROOT, own) == []
+    assert missing_paths(page.read_text(encoding="utf-8")) == set()
     assert broken_links(page) == []
 
 

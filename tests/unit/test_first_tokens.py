@@ -1,27 +1,14 @@
 """First tokens from prefill workers, at the component of the decode engine."""
 
-import contextlib
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
-from dynamo_lite.disagg.engine import EngineLoad
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
-from dynamo_lite.runtime.drops import counted
-from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.decode_worker import LoadedWorker
-from tests.builders import ENGINE, NAMESPACE, ManualClock, endpoint_record, eventually
-from tests.twins.servers import MemoryMessaging
+from tests.builders import ManualClock, endpoint_record
 
 VOCABULARY, STOP = 100, 9
 COUNTS = PrefillCounts(5, 0, 4, 0.5, 0.25)
@@ -146,44 +133,3 @@ def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it(worke
     assert again.output_token_ids == [7]
     engines = TokenDelta("r~1", [8], prefill=PrefillCounts(6, 0, 0, 0.0, 0.0))
     assert flight.take(engines) == TokenDelta("r", [8])
-
-
-# The message at the decode worker
-
-
-@pytest.mark.parametrize("broken", [b"", b"nonsense", b"cut"], ids=str)
-async def test_a_malformed_message_is_dropped_and_counted(broken: bytes):
-    async with serving() as (messaging, sent, drops):
-        first = encode(FirstToken(request_id="r#1", attempt="a1", token_id=7))
-        await messaging.publish(SUBJECT, first[:-1] if broken == b"cut" else broken)
-        await messaging.publish(SUBJECT, encode(UNKNOWN))
-        await messaging.publish(SUBJECT, first)
-        await eventually(lambda: sent)
-        assert sent == [TokenDelta("r", [7])]
-        assert drops == ["first_token", "first_token"]
-
-
-SUBJECT = names.first_token_subject(NAMESPACE, ENGINE)
-UNKNOWN = FirstToken(request_id="x#1", attempt="a1", token_id=7)
-
-
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[MemoryMessaging, list[TokenDelta], list[str]]]:
-    """A decode worker's handler; what it delivers, and where messages were dropped."""
-    sent: list[TokenDelta] = []
-    drops: list[str] = []
-
-    def first_token(first: FirstToken) -> TokenDelta:
-        if first.request_id != "r#1":
-            raise ProtocolError("it does not run here")
-        return TokenDelta("r", [first.token_id])
-
-    messaging = MemoryMessaging()
-    host: Any = SimpleNamespace(messaging=messaging, clock=SYSTEM_CLOCK)
-    engine: Any = SimpleNamespace(first_token=first_token, metadata=None, load=EngineLoad())
-    server: Any = SimpleNamespace(deliver=sent.extend)
-    options: Any = None
-    worker = LoadedWorker(host, VllmWorkerConfig(), engine, server, None, options)
-    handler = counted(worker.on_first_token, "first_token", drops.append)
-    async with messaging.serve(SUBJECT, handler):
-        yield messaging, sent, drops

@@ -130,10 +130,3 @@ def test_its_variables_choose_data_source_and_namespace(metrics: dict[str, set[s
     asked = re.fullmatch(r"label_values\((\w+), (\w+)\)", namespace["definition"])
     assert namespace["name"] == "namespace" and asked is not None
     assert asked[2] in metrics[asked[1]]
-
-
-def test_every_stage_of_a_remote_prefill_is_a_series(metrics: dict[str, set[str]]):
-    by_stage = {"dynamo_lite_remote_prefill_stage_seconds", "dynamo_lite_prefill_job_stage_seconds"}
-    for name in by_stage:
-        assert "stage" in metrics[f"{name}_bucket"]
-        assert any(f"{name}_bucket" in e and "by (le, stage)" in e for _, e, _ in QUERIES)

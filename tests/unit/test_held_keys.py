@@ -61,13 +61,6 @@ async def test_a_key_that_is_released_while_it_is_put_back_is_deleted(rig: Rig) 
     assert rig.keys.held() == []
 
 
-async def test_a_key_that_was_never_held_is_deleted_too(rig: Rig) -> None:
-    """Its put may have failed after the store had it."""
-    await rig.store.put(KEY, b"1")
-    assert await rig.keys.release(KEY)
-    assert await rig.store.get(KEY) is None
-
-
 async def test_each_released_key_is_deleted_when_the_store_is_back_and_one_held_again_stays(
     rig: Rig,
 ) -> None:

@@ -154,15 +154,6 @@ GOLDEN = [26125500982393293, 58802947330024952]
 GOLDEN_SALTED = [47567483592903719, 59369248434780659]
 
 
-def test_the_leave_of_a_worker_that_holds_nothing_scans_no_blocks(monkeypatch: pytest.MonkeyPatch):
-    index = KvIndex(BLOCK, 10)
-    index.stored(1, [1, 2])
-    with monkeypatch.context() as patch:
-        patch.delattr(KvIndex, "held")
-        index.leave(2)
-    assert index.match([1, 2]) == {1: 2}
-
-
 def test_a_token_id_out_of_range_is_refused():
     with pytest.raises(ValueError, match="token ids"):
         extend(root_hash(), [1, -2], 2)

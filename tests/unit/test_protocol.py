@@ -431,30 +431,6 @@ def test_every_truncation_is_refused(message, decode, golden):
         decode(golden + b"\x00")
 
 
-MSGPACK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats()
-    | st.text(max_size=8) | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(
-        st.sampled_from(["type", "attempt", "request_id", "deltas", "reason", "wire_version"]),
-        inner | st.sampled_from(["Hello", "Accepted", "Held", "Deltas"]),
-        max_size=5,
-    ),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=60)
-@given(value=MSGPACK)
-def test_well_formed_data_of_another_shape_is_refused_or_a_message(name, value):
-    try:
-        message = decoder(name)(msgspec.msgpack.encode(value))
-    except ProtocolError:
-        return
-    assert isinstance(message, msgspec.Struct)
-
-
 @settings(max_examples=200)
 @given(case=st.sampled_from(GOLDEN), at=st.integers(min_value=0), byte=st.integers(0, 255))
 def test_a_damaged_message_is_refused_or_still_a_message(case, at, byte):

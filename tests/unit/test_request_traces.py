@@ -1,6 +1,5 @@
 """The spans that workers record for a traced request, and that other requests have none."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.serve.services.generation_trace import TracedGeneration
 from tests.builders import CLAIM, ManualClock
+from tests.contract.generating import FakeEngine
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
 from tests.unit.recorder import Recorder, Told
 from tests.unit.test_prefix_reads import Half as Reader
@@ -115,21 +115,6 @@ def test_each_write_of_a_job_is_reported_by_one_rank(rank: int):
     assert found == [("transfer", 2), ("transfer", 1)]
 
 
-class Engine:
-    def __init__(self) -> None:
-        self.taken: list[GenerateRequest] = []
-        self.aborted: list[str] = []
-        self.full = False
-
-    async def submit(self, request: GenerateRequest) -> None:
-        if self.full:
-            raise Refused("full", elsewhere=True)
-        self.taken.append(request)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
-
-
 def generation(headers: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r1",
@@ -144,11 +129,11 @@ FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
 
 
 async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():
-    engine, recorder = Engine(), Recorder()
+    engine, recorder = FakeEngine(), Recorder()
     handler = TracedGeneration(engine, recorder)
     await handler.submit(generation(new_trace().headers()))
     await handler.abort(["r1", "unknown"])
-    engine.full = True
+    engine.refusal = Refused("full", elsewhere=True)
     with pytest.raises(Refused):
         await handler.submit(generation(new_trace().headers()))
     ends: list[Told] = recorder.spans
@@ -162,12 +147,12 @@ async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():
     "headers", [None, {}, HOSTILE, TraceContext("1" * 32, "2" * 16, sampled=False).headers()]
 )
 async def test_a_generation_that_is_not_traced_reaches_the_engine_without_a_context(headers: Any):
-    engine, recorder = Engine(), Recorder()
+    engine, recorder = FakeEngine(), Recorder()
     handler = TracedGeneration(engine, recorder)
     await handler.submit(generation(headers))
     handler.delivered([TokenDelta("r1", [7], finish_reason="stop", prefill=FIRST)])
     assert not recorder.spans
-    assert not engine.taken[0].trace_headers
+    assert not engine.running["r1"].trace_headers
 
 
 @pytest.mark.parametrize("lost", [False, True])

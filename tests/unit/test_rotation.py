@@ -1,23 +1,19 @@
-"""When the requests of an unresponsive worker move; in virtual time."""
+"""When the requests of an unresponsive worker move, and whether a Frontend can send requests, with
+and without a broker; in virtual time."""
 
 import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from typing import Self
 
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.health import Heartbeat
-from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
-from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.serve.services.frontend.dispatcher import rotate
-from tests.builders import endpoint_record, loop_time, register
-from tests.twins.servers import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.members.health import SILENT_S
+from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck, check_workers, rotate
+from tests.builders import loop_time
+from tests.health_graph import A, B, Graph
+from tests.twins.servers import MemoryMessaging
 from tests.unit.virtual import virtual
-
-A, B = 0xA, 0xB
 
 
 class Transport:
@@ -36,50 +32,29 @@ class Transport:
         self.kept = [member.lease_id for member in members]
 
 
-class Frontend:
+class Frontend(Graph):
     """What one sees of two workers."""
 
     def __init__(self) -> None:
-        self.store, self.messaging = MemoryStore(), MemoryMessaging()
+        self.memory = MemoryMessaging()
+        super().__init__(self.memory)
         self.transport, self.changes = Transport(), 0
         self.beats: dict[int, asyncio.Task[None]] = {}
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator["Frontend"]:
-        prefix = endpoint_prefix("t", "W", "generate")
-        async with (
-            Roster(self.store, prefix) as self.roster,
-            HealthMonitor(self.messaging, self.roster, namespace="t", component="W") as self.health,
-        ):
-            async with contextlib.AsyncExitStack() as stack:
-                await rotate(stack, self.roster, self.health, self.transport, self._changed)  # type: ignore[arg-type]
-                for lease_id in (A, B):
-                    await self.join(lease_id)
-                    self.start(lease_id)
-                await asyncio.sleep(5)
-                yield self
-            for task in self.beats.values():
-                task.cancel()
-            await asyncio.gather(*self.beats.values(), return_exceptions=True)
+    async def open(self) -> AsyncIterator[Self]:
+        async with super().open(), contextlib.AsyncExitStack() as stack:
+            await rotate(stack, self.roster, self.monitor, self.transport, self._changed)  # type: ignore[arg-type]
+            for lease_id in (A, B):
+                await self.join(lease_id)
+                self.beats[lease_id] = asyncio.create_task(self.worker(lease_id))
+            await asyncio.sleep(5)
+            yield self
+        for lease_id in self.beats:
+            await self.stop(lease_id)
 
     def _changed(self) -> None:
         self.changes += 1
-
-    async def join(self, lease_id: int) -> None:
-        await register(self.store, endpoint_record(lease_id, "W", stream="h:1"))
-
-    async def leave(self, lease_id: int) -> None:
-        await self.store.delete(endpoint_key("t", "W", "generate", lease_id))
-
-    def start(self, lease_id: int) -> None:
-        beat = publish_heartbeats(
-            self.messaging,
-            namespace="t",
-            component="W",
-            lease_id=lease_id,
-            verdict=lambda: (True, ""),
-        )
-        self.beats[lease_id] = asyncio.create_task(beat)
 
     async def stop(self, lease_id: int) -> float:
         task = self.beats[lease_id]
@@ -87,12 +62,8 @@ class Frontend:
         await asyncio.gather(task, return_exceptions=True)
         return loop_time()
 
-    async def says(self, lease_id: int, number: int, *, ok: bool) -> None:
-        beat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail="stuck")
-        await self.messaging.publish(health_subject("t", "W"), encode(beat))
-
     def picks_from(self) -> list[int]:
-        return [member.lease_id for member in self.health.members_or_all]
+        return [member.lease_id for member in self.monitor.members_or_all]
 
 
 @virtual
@@ -119,7 +90,7 @@ async def test_a_worker_that_is_back_in_time_keeps_its_requests():
         await frontend.stop(A)
         await asyncio.sleep(8.0)
         for number in range(10, 40):
-            await frontend.says(A, number, ok=True)
+            await frontend.beat(A, number)
             await asyncio.sleep(1.0)
         assert frontend.transport.dropped == []
         assert frontend.picks_from() == [A, B]
@@ -130,7 +101,7 @@ async def test_a_worker_that_says_that_it_is_stuck_loses_its_requests_too():
     async with Frontend().open() as frontend:
         stopped = await frontend.stop(A)
         for number in range(10, 25):
-            await frontend.says(A, number, ok=False)
+            await frontend.beat(A, number, ok=False)
             await asyncio.sleep(1.0)
         [(lease_id, why, at)] = frontend.transport.dropped
         assert (lease_id, why) == (A, "stuck")
@@ -146,7 +117,7 @@ async def test_nothing_moves_where_no_worker_responds():
         await asyncio.sleep(60.0)
         assert frontend.transport.dropped == []
         assert frontend.picks_from() == [A, B]
-        await frontend.says(B, 100, ok=True)
+        await frontend.beat(B, 100)
         await asyncio.sleep(0.1)
         assert [lease_id for lease_id, *_ in frontend.transport.dropped] == [A]
         assert frontend.picks_from() == [B]
@@ -168,9 +139,9 @@ async def test_a_worker_that_leaves_is_not_dropped():
 @virtual
 async def test_an_outage_of_the_broker_moves_nothing():
     async with Frontend().open() as frontend:
-        frontend.messaging.set_connected(False)
+        frontend.memory.set_connected(False)
         await asyncio.sleep(60.0)
-        frontend.messaging.set_connected(True)
+        frontend.memory.set_connected(True)
         await asyncio.sleep(60.0)
         assert frontend.transport.dropped == []
         assert frontend.picks_from() == [A, B]
@@ -187,4 +158,63 @@ async def test_a_worker_that_falls_silent_while_times_are_rounded_is_found():
             await asyncio.sleep(pauses.uniform(0.05, 0.09))
             await frontend.join(lease_id)
         await asyncio.sleep(5)
-        assert all(frontend.health.trouble(lease_id) for lease_id in members)
+        assert all(frontend.monitor.trouble(lease_id) for lease_id in members)
+
+
+# Whether it can send requests
+
+
+def check(graph: Graph, *connected: int) -> WorkerCheck:
+    """connected: lease ids of the workers with an open TCP connection."""
+    transport = Transport()
+    transport.kept = list(connected)
+    return check_workers(graph.roster, graph.monitor, transport)  # type: ignore[arg-type]
+
+
+async def silence() -> None:
+    await asyncio.sleep(SILENT_S + 0.3)
+
+
+@virtual
+async def test_with_the_broker_heartbeats_decide():
+    async with Graph(MemoryMessaging()).open() as graph:
+        assert "no decode worker is registered" in check(graph).trouble
+        await graph.join(A)
+        await graph.join(B)
+        assert check(graph) == WorkerCheck()
+        await silence()
+        found = check(graph, A, B)
+        assert "none of 2 decode workers is responsive" in found.trouble
+        assert not found.without_broker
+
+
+@virtual
+async def test_without_the_broker_open_connections_decide():
+    """Of a broker that is frozen, heartbeats are missed before it is noticed."""
+    broker = MemoryMessaging()
+    async with Graph(broker).open() as graph:
+        await graph.join(A)
+        await graph.join(B)
+        await silence()
+        assert "responsive" in check(graph, A, B).trouble
+        broker.set_connected(False)
+        await silence()
+        assert not check(graph, A, B).trouble
+        assert "2 of 2 decode workers are connected by TCP" in check(graph, A, B).without_broker
+        assert "1 of 2 decode workers" in check(graph, B).without_broker
+        assert "none of 2 decode workers is connected" in check(graph).trouble
+        assert not check(graph).without_broker
+
+
+@virtual
+async def test_a_worker_that_is_known_to_be_stuck_does_not_count():
+    broker = MemoryMessaging()
+    async with Graph(broker).open() as graph:
+        await graph.join(A)
+        await graph.beat(A, 0, ok=False)
+        await asyncio.sleep(0)
+        assert "responsive" in check(graph, A).trouble
+        broker.set_connected(False)
+        assert "none of 1 decode workers is connected" in check(graph, A).trouble
+        await graph.join(B)
+        assert "1 of 2 decode workers" in check(graph, A, B).without_broker

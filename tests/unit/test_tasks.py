@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 
 import pytest
 
@@ -58,24 +57,6 @@ async def test_a_lost_cancel_is_repeated_until_the_task_has_ended(lost: int):
     await end_tasks(task)
     await end_tasks()
     assert loop_time() == began
-
-
-@virtual
-async def test_a_cancel_that_meets_the_answer_of_wait_for_does_not_keep_the_task():
-    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    answers: list[None] = []
-
-    async def asks() -> None:
-        answers.append(await asyncio.wait_for(answer, 1000))
-        await forever()
-
-    task = asyncio.create_task(asks())
-    await asyncio.sleep(1)
-    answer.set_result(None)
-    await end_tasks(task)
-    assert task.cancelled()
-    # Later versions of Python raise the cancel from `wait_for`.
-    assert answers == ([None] if sys.version_info < (3, 12) else [])
 
 
 @virtual

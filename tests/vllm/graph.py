@@ -275,10 +275,8 @@ class Graph(Command):
 
     def engine_pid(self, component: str, instance: int = 0) -> int:
         """The process in which vLLM's engine core of that instance runs."""
-        family = descendants_of(self.process(component, instance).pid)
-        engines = [pid for pid in family if "EngineCore" in command_line(pid)]
-        assert len(engines) == 1, f"{component}: {[command_line(pid) for pid in family]}"
-        return engines[0]
+        [engine] = engine_pids(self.process(component, instance).pid)
+        return engine
 
     async def records(self) -> list[EndpointRecord]:
         async with EtcdStore(self.etcd_url) as store:
@@ -297,13 +295,8 @@ class Graph(Command):
         async with EtcdStore(self.etcd_url) as store, self.messaging() as messaging:
 
             async def ask() -> list[EngineStatus]:
-                replies: list[bytes] = []
-                found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-                for value in found.values():
-                    subject = names.describe_subject(NAMESPACE, decode_engine(value).engine_id)
-                    with contextlib.suppress(NoResponders):
-                        replies.append(await messaging.request(subject, b"", timeout_s=5.0))
-                return [decode_engine_status(reply) for reply in replies]
+                found = await decode_engines(store, messaging)
+                return [status for status in found.values() if status is not None]
 
             yield ask
 
@@ -395,6 +388,22 @@ class PlainServer(Command):
             return False
 
 
+async def decode_engines(
+    store: EtcdStore, messaging: NatsMessaging, namespace: str = NAMESPACE
+) -> dict[str, EngineStatus | None]:
+    """By their ids, as they describe themselves; None of one that has gone, whose key lives on.
+    Raises DynamoLiteError."""
+    found: dict[str, EngineStatus | None] = {}
+    for value in (await store.get_prefix(names.nixl_metadata_prefix(namespace))).values():
+        engine_id = decode_engine(value).engine_id
+        subject = names.describe_subject(namespace, engine_id)
+        found[engine_id] = None
+        with contextlib.suppress(NoResponders):
+            reply = await messaging.request(subject, b"", timeout_s=5.0)
+            found[engine_id] = decode_engine_status(reply)
+    return found
+
+
 def health_of(process: ProcessState) -> dict[str, Any]:
     """Also of a process that leaves, and answers 503."""
     return httpx.get(f"{process.status_url}/health", timeout=10).json()
@@ -415,6 +424,11 @@ def sample_sum(status_url: str, name: str, **labels: str) -> float:
         for found, has, value in samples(status_url)
         if found == name and labels.items() <= has.items()
     )
+
+
+def engine_pids(pid: int) -> list[int]:
+    """The processes below this one in which engine cores run."""
+    return [one for one in descendants_of(pid) if "EngineCore" in command_line(one)]
 
 
 def command_line(pid: int) -> str:

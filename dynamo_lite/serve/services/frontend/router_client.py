@@ -26,6 +26,7 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
+#: Before outcomes that could not be published are published again.
 _AGAIN_S = 1.0
 
 
@@ -38,7 +39,6 @@ class RemoteRouter(Picker):
     Args:
         lease_id: of this Frontend.
         fallback: picks workers while no router responds.
-        again_s: delay before outcomes that could not be published are published again.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class RemoteRouter(Picker):
         namespace: str,
         lease_id: int,
         fallback: RoundRobin,
-        again_s: float = _AGAIN_S,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
     ):
-        self._messaging, self._routers, self._again_s = messaging, routers, again_s
+        self._messaging, self._routers = messaging, routers
         self._namespace, self._lease_id = namespace, lease_id
         self._fallback, self._on_drop = fallback, on_drop
         self._fallbacks = Counter(
@@ -197,7 +196,7 @@ class RemoteRouter(Picker):
                         since[0][:0], since[1][:0] = answered, released
                         again = True
             if again:
-                await asyncio.sleep(self._again_s)
+                await asyncio.sleep(_AGAIN_S)
 
 
 def _now() -> float:
