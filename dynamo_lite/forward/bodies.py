@@ -42,9 +42,6 @@ _FORM_FIELD = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
-#: Of a body that only Python's parser may read.
-_MAX_ODD_BYTES = 1 << 20
-
 #: The field with the prompt of each route.
 _PROMPT_FIELDS = {
     CHAT: ("tools", "messages"),
@@ -85,13 +82,14 @@ def read(route: str, data: bytes) -> ClientRequest:
         body = _parse(data)
         if body is not None:
             return _read(route, body, data)
-        if _FORM_FIELD.search(data):
-            text = "a form may not have a field vllm_xargs, nor escapes in the names of its fields"
-            raise Final(error(400, "BadRequestError", text))
-        return ClientRequest(data=data)
-    except RecursionError as exc:
-        # Forbidden fields could not be removed. An engine's parser may read deeper.
-        raise Final(error(400, "BadRequestError", "the body is nested too deeply")) from exc
+    except (ValueError, RecursionError) as exc:
+        # Forbidden fields could not be removed. An engine's parser may read it.
+        text = "the body must be strict JSON in UTF-8, and not nested too deeply"
+        raise Final(error(400, "BadRequestError", text)) from exc
+    if _FORM_FIELD.search(data):
+        text = "a form may not have a field vllm_xargs, nor escapes in the names of its fields"
+        raise Final(error(400, "BadRequestError", text))
+    return ClientRequest(data=data)
 
 
 def _sanitize(body: Body) -> tuple[str, ...]:
@@ -133,9 +131,8 @@ def _read(route: str, body: Body, data: bytes) -> ClientRequest:
 def _parse(data: bytes) -> Body | None:
     """None: it is no object.
 
-    Engines use Python's parser, which accepts more than the standard (NaN, UTF-16, halves of
-    surrogate pairs), so a body that only our parser refuses must be cleaned as well. Python's takes
-    seconds for a large one, so that is refused. Raises Final.
+    Engines use Python's parser, which takes more than the standard for an object (NaN, UTF-16,
+    halves of surrogate pairs). Raises ValueError for what may be one of these.
     """
     try:
         data.decode()  # raw values are not checked for it
@@ -143,19 +140,9 @@ def _parse(data: bytes) -> Body | None:
     except msgspec.ValidationError:
         return None
     except ValueError:
-        pass
-    looks_so = data.lstrip()[:1] == b"{" or json.detect_encoding(data) != "utf-8"
-    if looks_so and len(data) > _MAX_ODD_BYTES:
-        text = f"a body of more than {_MAX_ODD_BYTES} bytes must be strict JSON in UTF-8"
-        raise Final(error(400, "BadRequestError", text))
-    try:
-        value = json.loads(data)
-    except ValueError:
+        if data.lstrip()[:1] == b"{" or json.detect_encoding(data) != "utf-8":
+            raise
         return None
-    if not isinstance(value, dict):
-        return None
-    # Dumped with escapes, so that all of it is ASCII.
-    return {key: msgspec.Raw(json.dumps(inner).encode()) for key, inner in value.items()}
 
 
 def _strip(value: Any, path: Sequence[str]) -> bool:
@@ -231,10 +218,7 @@ def _prompts(value: Any) -> int:
         return 1
     if raw[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    try:
-        return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    except msgspec.DecodeError:  # NaN, which is no prompt: a decode engine says so
-        return 2
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
 
 def _count(value: Any) -> int | None:
