@@ -20,13 +20,11 @@ from dynamo_lite.forward.prompts import (
     tokens_of,
 )
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
+from dynamo_lite.protocol.forwarding import LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.routing.kv_chain import ChainHash
 from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
 
-#: Candidates of a choice that `explain` shows.
-_SHOWN = 8
 _KV_WEIGHT = KvRoutingOptions().kv_weight
 
 
@@ -186,8 +184,13 @@ class Placer:
         """able: at least one. by_prefix: whether what they hold counts, beside load."""
         roomy = [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
         weight = _KV_WEIGHT if by_prefix else 0.0
-        scores = {one.number: weight * matched[one.number] - one.load_tokens for one in roomy}
-        chosen = min(roomy, key=lambda one: (-scores[one.number], one.turns.get(leg, 0)))
+        chosen = min(
+            roomy,
+            key=lambda one: (
+                one.load_tokens - weight * matched[one.number],
+                one.turns.get(leg, 0),
+            ),
+        )
         longest = max(matched[one.number] for one in able)
         if len(able) == 1:
             reason = "only"
@@ -195,19 +198,14 @@ class Placer:
             reason = "load"
         else:
             reason = "prefix" if matched[chosen.number] == longest else "balance"
-        shown = [chosen, *(one for one in able[: _SHOWN + 1] if one is not chosen)][:_SHOWN]
-        candidates = [
-            LegCandidate(
-                engine=one.name,
-                matched_tokens=matched[one.number],
-                load_tokens=one.load_tokens,
-                kv_usage=one.kv_usage,
-                score=scores.get(one.number),
-            )
-            for one in shown
-        ]
         return chosen, LegChoice(
-            leg=leg, engine=chosen.name, reason=reason, candidates=candidates, of=len(able)
+            leg=leg,
+            engine=chosen.name,
+            reason=reason,
+            of=len(able),
+            matched_tokens=matched[chosen.number],
+            load_tokens=chosen.load_tokens,
+            kv_usage=chosen.kv_usage,
         )
 
     def _took(self, engine: KnownEngine, choice: LegChoice) -> None:
