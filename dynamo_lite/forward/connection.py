@@ -12,6 +12,7 @@ from typing import cast
 import httptools
 from multidict import CIMultiDict
 
+from dynamo_lite.forward import engines
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import FailureKind, LegFailed, LegKind, check_size
 from dynamo_lite.runtime.lost_host import notice_a_lost_host
@@ -65,10 +66,9 @@ class EngineAnswer:
         self._push: Push | None = None
         self._full = False
         self._idle_s = idle_s
-        #: Ends it, although it has not begun.
-        self._letting_go: asyncio.TimerHandle | None = None
         self.touched = self._loop.time()
         self._timer = self._loop.call_later(idle_s, self._look_idle)
+        engine.on_end.add(self._engine_ended)
 
     @property
     def is_stream(self) -> bool:
@@ -121,19 +121,10 @@ class EngineAnswer:
         if not self._ended:
             self.lost("closed here")
 
-    def let_go(self, within_s: float) -> None:
-        """Closes it when its head has come, at the latest after this time."""
-        if self.begun or self._error is not None:
-            self.close()
-        elif self._letting_go is None:
-            self._letting_go = self._loop.call_later(within_s, self.close)
-
     # Called by the connection.
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
-        if self._letting_go is not None:
-            self.close()
         self._wake()
 
     def feed(self, data: bytes) -> None:
@@ -157,19 +148,29 @@ class EngineAnswer:
 
     def end(self) -> None:
         self._ended = True
-        self._timer.cancel()
-        self._wake()
+        self._settled()
 
     def fail(self, error: BaseException) -> None:
         if not self._ended and self._error is None:
             self._error = error
-            self._timer.cancel()
-            self._wake()
+            self._settled()
 
     def lost(self, detail: str, kind: FailureKind = "broken") -> None:
         """Fails, and breaks the connection."""
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
         self._connection.abort()
+
+    def _settled(self) -> None:
+        self._timer.cancel()
+        self.engine.on_end.discard(self._engine_ended)
+        self._wake()
+
+    def _engine_ended(self, why: str, refuses: bool) -> None:
+        """An engine that ends may leave requests hanging. A part that the client has cannot be
+        repeated: it may go on, unless no process is left that would send the rest."""
+        silent = self._loop.time() - self.touched >= engines.SILENCE_S
+        if silent and not self._connection.paused and (refuses or not self.shown):
+            self.lost(f"silent, and the engine has ended: {why}")
 
     def _take(self) -> bytes:
         parts, self._parts = self._parts, []

@@ -30,6 +30,10 @@ _EMPTY = (
     f"{EMPTY_LEGS} prefill legs in a row have handed nothing over: start the engine with the"
     " connector of this protocol, or give it the role decode; it is asked again after a minute"
 )
+#: An engine or an answer of it that has said nothing for this long is silent.
+SILENCE_S = 10.0
+#: Gets why the engine has ended, and whether it refuses connections.
+OnEnd = Callable[[str, bool], None]
 #: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
 MISFIT_S = 60.0
 
@@ -66,11 +70,9 @@ class KnownEngine:
     answered_at: float = 0.0
     #: When the last bytes of an answer came, in the loop's time; 0: none has come.
     heard_at: float = 0.0
-    #: How often it was found to have ended: it refused a connection, had fallen silent, or another
-    #: process was at its address.
-    ends: int = 0
-    #: Called when it is found again.
-    on_end: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    #: Called when it is found to have ended: it refuses connections, has fallen silent, or another
+    #: process is at its address.
+    on_end: set[OnEnd] = field(default_factory=set[OnEnd])
     #: Until when it is known, in the loop's time, unless a client names it again.
     named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
@@ -217,16 +219,15 @@ class KnownEngine:
             self.varies = True
         self.identity = identity
 
-    def ended(self) -> None:
-        self.ends += 1
+    def ended(self, why: str, *, refuses: bool = False) -> None:
         for react in tuple(self.on_end):
-            react()
+            react(why, refuses)
 
     def has_ids(self, ids: dict[int, str]) -> None:
         """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
         before, self.engine_ids = self.engine_ids, ids
         if any(before.get(rank, one) != one for rank, one in ids.items()):
-            self.ended()
+            self.ended("another process is at its address")
 
     def reported(self, load: StockEngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)

@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from dynamo_lite.forward import engines
 from dynamo_lite.forward.engines import (
     FAILURES,
     KnownEngine,
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: Timeout of each question to an engine.
 CHECK_S = 5.0
-#: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
-#: either, stands still or cannot be reached.
-SILENCE_S = 10.0
 #: How long the model of an engine that does not answer is still that of the others.
 _MODEL_KEPT_S = 60.0
 #: Most different blocks of prompts that are remembered.
@@ -140,21 +138,19 @@ class KnownEngines:
             self.index.leave(engine.number)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
-        """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
-        engine that computes for long, or whose streams move, may answer checks late and keeps its
-        legs."""
+        """An engine from which nothing at all has come for `SILENCE_S`, and which then does not
+        answer within `CHECK_S` either, stands still or cannot be reached: it counts as ended. One
+        that computes for long, or whose streams move, may answer checks late."""
         now = asyncio.get_running_loop().time()
         silent_s = now - max(engine.answered_at, engine.heard_at)
-        if not engine.legs or engine.failures < FAILURES or silent_s < SILENCE_S:
+        if not engine.legs or engine.failures < FAILURES or silent_s < engines.SILENCE_S:
             return
         if await _answers(self._upstream, engine):
             engine.answered_at = asyncio.get_running_loop().time()
             return
         if engine.heard_at > now:
             return
-        engine.ended()
-        if count := self._upstream.give_up(engine, "the engine has fallen silent"):
-            logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
+        engine.ended("it has fallen silent")
 
     def _compare(self) -> None:
         """An engine of another model than the first one that decodes is not used. That model is

@@ -68,7 +68,6 @@ async def serial(one: RequestAttempt) -> None:
         logger.info("engine %s has handed nothing over", prefill.name)
         return await _alone(one, engine, ("alone", "no_handoff"))
     second = protocol.decode(one.job.request.body, one.ids, handoff)
-    one.lets_go = True
     with engine.leg(0) as computed:
         response = await one.open(engine, "decode", second)
         await _relay(one, response, computed, leg=second)
@@ -79,21 +78,18 @@ async def parallel(one: RequestAttempt) -> None:
     """Both legs at once. The decode engine's bytes are held back until the prefill leg has
     succeeded, because without its KV they are worthless."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
-    stream = one.job.request.stream
+    request = one.job.request
+    one.depends()
     # The legs of a tool call cannot be joined: each engine draws an id for it.
-    if protocol.first_token_from_prefill and stream and "tools" not in one.job.request.body:
+    if protocol.first_token_from_prefill and request.stream and "tools" not in request.body:
         return await _first_token(one)
-    second = protocol.decode(one.job.request.body, one.ids, None)
+    second = protocol.decode(request.body, one.ids, None)
 
     async def prefilled() -> None:
-        """The decode engine may take over the KV after the leg's end."""
-        ends = prefill.ends
-        await _checked_prefill(one, streams=protocol.prefill_streams and stream)
+        await _checked_prefill(one)
         prefill.handed(True)
-        one.stays(ends, streams=stream)
 
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
-        prefill.asked()
         prefilling = one.start(prefilled(), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
         _, response = await asyncio.gather(prefilling, decoding)
@@ -113,12 +109,12 @@ def _decode_engine(one: RequestAttempt) -> KnownEngine:
     return one.parts.placer.place_decode(one.placement, one.job.tried)
 
 
-async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:
+async def _checked_prefill(one: RequestAttempt) -> PrefillAnswer:
     """A prefill leg. Raises LegFailed also if another process has answered than the one that
     the decode engine waits for, or an engine of another protocol."""
     engine, protocol = one.prefill, one.parts.protocol
     engine.asked()
-    answer = await one.prefilled(streams=streams)
+    answer = await one.prefilled()
     misfit = protocol.mismatch(answer)
     if misfit:
         engine.unfit(misfit)
@@ -217,7 +213,7 @@ async def _first_token(one: RequestAttempt) -> None:
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
     body, client = one.job.request.body, one.job.client
     first, second = protocol.prefill(body, one.ids), protocol.decode(body, one.ids, None)
-    merge, ends = FirstTokenMerge(), prefill.ends
+    merge = FirstTokenMerge()
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
         prefilling = one.start(one.open(prefill, "prefill", first), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
@@ -227,7 +223,6 @@ async def _first_token(one: RequestAttempt) -> None:
             computed()
             prefill.handed(True)
             one.sent(prefill)
-            one.stays(ends, streams=True)
             await _other_tokens(one, await decoding, merge, second)
         except (LegFailed, Final, MalformedEvent, TimeoutError) as exc:
             if client.started:

@@ -18,9 +18,6 @@ from dynamo_lite.forward.failures import LegFailed, LegKind
 from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
-#: Longest time without any byte of an answer once connections to the engine are refused: a server
-#: that ends may leave requests hanging.
-LEFT_S = 10.0
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -98,22 +95,6 @@ class Upstream:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
 
-    def give_up(
-        self, engine: KnownEngine, why: str, *, shown: bool = False, silent_s: float = 0.0
-    ) -> int:
-        """Breaks off the engine's answers that have been silent for so long; to their readers, the
-        connection was lost. shown: also those of which a client has a part. Returns how many."""
-        until = asyncio.get_running_loop().time() - silent_s
-        answers = [
-            answer
-            for one in self._open
-            if not one.paused and (answer := one.answer) is not None and answer.engine is engine
-            if (shown or not answer.shown) and answer.touched <= until
-        ]
-        for answer in answers:
-            answer.lost(why)
-        return len(answers)
-
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
         for connection in reversed(self._idle.get(place, [])):
@@ -144,9 +125,7 @@ class Upstream:
                 # Other ports of an engine may refuse while it works.
                 is_own = address == engine.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
-                    engine.ended()
-                    why = "silent, and the engine refuses connections"
-                    self.give_up(engine, why, shown=True, silent_s=LEFT_S)
+                    engine.ended("it refuses connections", refuses=True)
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open.add(connection)
             return connection

@@ -17,7 +17,7 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S
+from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S, KnownEngine
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import ForwarderConfig
@@ -87,15 +87,15 @@ async def slow(engine: ScriptedEngine | None, **fault: Any) -> AsyncIterator[Non
 
 @contextlib.contextmanager
 def handover_begins() -> Iterator[asyncio.Event]:
-    """Set when the Forwarder has a prefill engine's answer, and looks whether that engine stays."""
-    begun, stays = asyncio.Event(), RequestAttempt.stays
+    """Set when the Forwarder has a prefill engine's answer, or the first token in it."""
+    begun, handed = asyncio.Event(), KnownEngine.handed
 
-    def noted(one: RequestAttempt, *args: Any, **options: Any) -> None:
-        stays(one, *args, **options)
+    def noted(engine: KnownEngine, something: bool) -> None:
+        handed(engine, something)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestAttempt, "stays", noted)
+        patch.setattr(KnownEngine, "handed", noted)
         yield begun
 
 
@@ -209,28 +209,6 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         for engine in r.prefill:
             engine.faults.extend([Fault("status", 500)] * 4)
         assert (await r.ask())[0] == 500
-
-
-@pytest.mark.parametrize("fields", [{}, {"prompt": ["a", "b"]}, {"n": 2}])
-async def test_a_prefill_stream_may_last_as_long_as_the_request(fields: dict[str, Any]):
-    """The decode engine has the KV of a sequence that it shows, not yet that of the others."""
-    async with rig("sglang", prefill_timeout_s=0.3) as r:
-        late, good = r.prefill[0], r.decode[0]
-        begins(late, asyncio.Event())
-        seen = asyncio.Event()
-        good.faults.append(Fault("mid_stream", seen=seen))
-        async with (
-            asyncio.timeout(8),
-            r.session.post(f"{r.url}{COMPLETIONS}", json={**STREAMED, **fields}) as answer,
-        ):
-            assert b" t0" in await answer.content.readany()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(late.legs[0].aborted.wait(), 1.0)
-            seen.set()
-            with pytest.raises(aiohttp.ClientPayloadError):  # the script cuts it
-                await answer.read()
-            await late.legs[0].aborted.wait()
-        assert r.forwarding.stats.failures == {} and len(good.legs) == 1
 
 
 #: An error in a prefill leg's stream, as it may be cut into pieces, or come after other events.
@@ -435,7 +413,7 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
                 assert await asked
             await aborted(r.decode[0].legs[0])
         assert r.answered["alone", "prefill_failed"] == 1
-        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
         assert await r.text() == TEXT
         assert r.answered["disaggregated", ""] == 2
 
@@ -455,7 +433,7 @@ async def test_a_prefill_engine_that_ends_after_its_answer_is_not_waited_for(
         for _ in r.prefill:
             await warm(r)
         await ends_after_its_answer(r, stream)
-        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
         assert r.answered.get(("alone", "prefill_failed"), 0) == (not pair)
 
 
@@ -487,31 +465,6 @@ async def ends_after_its_answer(r: Rig, stream: bool) -> None:
     async with asyncio.timeout(5):
         assert await asked
     await aborted(r.decode[0].legs[0])
-
-
-async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_only(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The decode engine has the KV by then."""
-    monkeypatch.setattr("dynamo_lite.forward.attempt._WHOLE_S", 0.05)
-    async with rig("mooncake", health_interval_s=0.01) as r:
-        await warm(r)
-        one = r.prefill[0]
-        async with slow(r.decode[0]):
-            with handover_begins() as begun:
-                asked = asyncio.create_task(r.text())
-                await until(1, r.decode[0])
-                async with asyncio.timeout(5):
-                    await begun.wait()
-            await asyncio.sleep(0.2)  # four times as long as it depends on the engine
-            one.bootstrap_ids = {"0": {"engine_id": "another"}}
-            await r.check()
-            await one.stop()
-            await r.check()
-            await asyncio.sleep(0.1)  # ten looks whether it stays
-            assert not r.decode[0].legs[0].aborted.is_set()
-        assert await asked == TEXT
-        assert not r.forwarding.stats.failures
 
 
 # Neuron: the first token is the prefill engine's.
