@@ -140,7 +140,7 @@ def _parse(data: bytes) -> Body | None:
     except msgspec.ValidationError:
         return None
     except ValueError:
-        if data.lstrip()[:1] == b"{" or json.detect_encoding(data) != "utf-8":
+        if data.decode(json.detect_encoding(data), "replace").lstrip().startswith("{"):
             raise
         return None
 

@@ -140,7 +140,7 @@ def test_an_object_that_only_an_engines_parser_might_read_is_refused(data: bytes
         assert b"strict JSON" in refused.value.answer.body
 
 
-@pytest.mark.parametrize("data", [b"", b"[1]", b'"x"', b"\xff", b"[NaN]", b"--x {NaN", DEEP])
+@pytest.mark.parametrize("data", [b"", b"[1]", b'"x"', b"\0\xff", b"[NaN]", b"--x {NaN", DEEP])
 def test_no_object_is_passed_on(data: bytes):
     assert bodies.read(COMPLETIONS, data) == ClientRequest(data=data)
 
