@@ -186,8 +186,10 @@ class RequestAttempt:
         raise LegFailed(engine, kind, "status", str(status), answer)
 
     async def prefilled(self) -> PrefillAnswer:
-        """The whole prefill leg. Raises LegFailed, Final."""
-        leg, engine = self.parts.protocol.prefill(self.job.request.body, self.ids), self.prefill
+        """The whole prefill leg. Raises Final, and LegFailed also if another process has answered
+        than the one that the decode engine waits for, or an engine of another protocol."""
+        engine, protocol = self.prefill, self.parts.protocol
+        leg = protocol.prefill(self.job.request.body, self.ids)
         within_s = self.parts.config.prefill_timeout_s
         try:
             async with asyncio.timeout(within_s):
@@ -198,12 +200,23 @@ class RequestAttempt:
                         pass
                 data = await response.read()
             self.job.note.leg_ends(self._taken["prefill"])
-            return PrefillAnswer() if response.is_stream else prefill_answer(data)
+            answer = PrefillAnswer() if response.is_stream else prefill_answer(data)
         except TimeoutError as exc:
             detail = f"no whole answer within {within_s:g} s"
             raise LegFailed(engine, "prefill", "timeout", detail) from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
+        if misfit := protocol.mismatch(answer):
+            engine.unfit(misfit)
+            raise LegFailed(engine, "prefill", "mismatch", misfit)
+        engine.misfit = ""
+        if protocol.learn is not None:
+            learned, expected = protocol.learn(answer), self.ids.prefill.identity
+            engine.learned(learned)
+            if expected is not None and learned != expected:
+                text = "another process or data-parallel rank has answered, or handed nothing over"
+                raise LegFailed(engine, "prefill", "unpaired", text)
+        return answer
 
     def depends(self) -> None:
         """From now on the decode leg fails when the prefill engine ends before the client has a

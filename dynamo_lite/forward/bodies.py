@@ -165,13 +165,13 @@ def _alone(route: str, body: Body) -> str:
     """Why a disaggregated request would be answered wrongly, or end an engine."""
     if _set(body.get("echo")):
         return "echo"
-    if _small(body.get("prompt_logprobs")) is not None:
+    if plain(body.get("prompt_logprobs")) is not None:
         return "prompt_logprobs"
     parameters = plain(body.get("sampling_params")) if route == TOKENS else None
     if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
         return "prompt_logprobs"
     # From this position of the prompt on; each engine has those of its own tokens only.
-    start = _small(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
+    start = plain(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
     if start not in (None, -1) and _set(body.get("return_logprob")):
         return "prompt_logprobs"
     if _set(body.get("use_beam_search")):
@@ -179,13 +179,13 @@ def _alone(route: str, body: Body) -> str:
     if "prompt_embeds" in body:
         return "prompt_embeds"
     # vLLM before 0.32 cuts the prompt by the tokens to generate, of which a prefill leg has one.
-    cut = _small(body.get("truncate_prompt_tokens"))
+    cut = plain(body.get("truncate_prompt_tokens"))
     if cut is not None and (_count(cut) is None or _count(cut) == -1):
         return "truncation"
-    if route == RESPONSES and "truncation" in body and _small(body["truncation"]) != "disabled":
+    if route == RESPONSES and "truncation" in body and plain(body["truncation"]) != "disabled":
         return "truncation"
     # Stored answers are in one engine's memory; a request in the background outlives its legs.
-    if _small(body.get("previous_response_id")) or _set(body.get("background")):
+    if plain(body.get("previous_response_id")) or _set(body.get("background")):
         return "stored_response"
     return ""
 
@@ -196,11 +196,11 @@ def _sequences(route: str, body: Body) -> tuple[int, str]:
     `best_of` does not count: SGLang, which gets a room for each sequence, ignores it.
     """
     parameters = plain(body.get("sampling_params")) if route in (TOKENS, SGLANG_GENERATE) else None
-    given = [_count(_small(body.get("n")))]
+    given = [_count(plain(body.get("n")))]
     if isinstance(parameters, dict):
         given.append(_count(parameters.get("n")))
     n = max(value or 1 for value in given)
-    best_of = _count(_small(body.get("best_of")))
+    best_of = _count(plain(body.get("best_of")))
     prompts = max(
         (_prompts(body[key]) for key in ("prompt", "text", "input_ids") if key in body), default=1
     )
@@ -233,27 +233,7 @@ def _count(value: Any) -> int | None:
     return int(number) if number.is_integer() else None
 
 
-#: What pydantic takes for false, beside false and 0.
-_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
-
-
 def _set(value: Any) -> bool:
     """Whether a flag may be on. What is not certainly false may be: pydantic also takes 1 and
     "yes" for true."""
-    flag = _small(value)
-    return flag.lower() not in _FALSE if isinstance(flag, str) else flag not in (None, False)
-
-
-#: Longer values are not decoded.
-_SMALL = 256
-_LONG = "a long value"
-
-
-def _small(value: Any) -> Any:
-    """A flag or number, decoded; None for null and for a missing value.
-
-    A long one may be a number, too (with many zeros or spaces), so it must not look missing.
-    """
-    if value is None:
-        return None
-    return plain(value) if len(bytes(value)) <= _SMALL else _LONG
+    return plain(value) not in (None, False, "false")

@@ -21,6 +21,8 @@ from dynamo_lite.runtime.lost_host import notice_a_lost_host
 _MAX_HEAD_BYTES = 64 << 10
 #: How many bytes of a body are buffered before reading pauses.
 _BUFFER_BYTES = 64 << 10
+#: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
+_KEEP_ALIVE_S = 4.0
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
 
@@ -236,14 +238,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
-        self._idle_timer: asyncio.TimerHandle | None = None
+        #: When its last answer ended, in the loop's time.
+        self._ended_at = 0.0
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and has sent all bytes: after an early answer a part of the request
+        """Whether another request may be sent: after an early answer a part of the request before
         may be unsent."""
         transport = self._transport
-        return not transport.is_closing() and transport.get_write_buffer_size() == 0
+        open_ = not transport.is_closing() and transport.get_write_buffer_size() == 0
+        return open_ and self._loop.time() - self._ended_at < _KEEP_ALIVE_S
 
     def ask(
         self,
@@ -258,14 +262,8 @@ class UpstreamConnection(asyncio.Protocol):
         answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
         self.answer = answer
         self._head_bytes = 0
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
         self._transport.writelines((head, body) if body else (head,))
         return answer
-
-    def close_later(self, after_s: float) -> None:
-        """Unless it is used before. An engine might not close it."""
-        self._idle_timer = self._loop.call_later(after_s, self.abort)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -306,8 +304,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
         if answer is not None:
             answer.lost("closed before the end of the answer")
         self._on_lost(self)
@@ -349,6 +345,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert answer is not None
         answer.end()
         self.resume()
+        self._ended_at = self._loop.time()
         if reusable and self.usable:
             self._on_free(self)
         else:

@@ -24,17 +24,11 @@ logger = logging.getLogger(__name__)
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
 FAILURES = 2
-#: Prefill legs in a row that hand nothing over, after which an engine does not fit.
-EMPTY_LEGS = 5
-_EMPTY = (
-    f"{EMPTY_LEGS} prefill legs in a row have handed nothing over: start the engine with the"
-    " connector of this protocol, or give it the role decode; it is asked again after a minute"
-)
 #: An engine or an answer of it that has said nothing for this long is silent.
 SILENCE_S = 10.0
 #: Gets why the engine has ended, and whether it refuses connections.
 OnEnd = Callable[[str, bool], None]
-#: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
+#: How long an engine that does not fit gets no leg. The next one tries whether it was changed.
 MISFIT_S = 60.0
 
 
@@ -84,16 +78,14 @@ class KnownEngine:
     #: Requests at the engine that are not of this process.
     other_requests: int = 0
     kv_usage: float = 0.0
-    #: Number of its last turn, among all turns of all engines, by leg.
-    turns: dict[str, int] = field(default_factory=dict[str, int])
+    #: Number of its last leg, among those of all engines.
+    turn: int = 0
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options, or until a later leg fits.
     misfit: str = ""
-    #: When that was found, or tried again.
-    misfit_at: float = 0.0
-    #: Prefill legs in a row that have handed nothing over.
-    empty_legs: int = 0
+    #: Until when, on the monotonic clock.
+    misfit_until: float = 0.0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
@@ -147,7 +139,7 @@ class KnownEngine:
     @property
     def fits(self) -> bool:
         """Whether a prefill leg may hand something over, as far as is known."""
-        if self.misfit and time.monotonic() - self.misfit_at < MISFIT_S:
+        if self.misfit and time.monotonic() < self.misfit_until:
             return False
         return bool(self.engine_ids) or not self.protocol.query_path
 
@@ -190,26 +182,13 @@ class KnownEngine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.varies = None, False
         self.other_requests, self.kv_usage = 0, 0.0
-        self.misfit, self.empty_legs = "", 0
-
-    def asked(self) -> None:
-        """It gets a prefill leg. If this one is a try, others go on without the engine."""
-        if self.misfit:
-            self.misfit_at = time.monotonic()
+        self.misfit = ""
 
     def unfit(self, why: str) -> None:
         """Its answer to a prefill leg says why it gets no others now."""
         if not self.misfit:
             logger.error("engine %s gets no prefill legs: %s", self.name, why)
-        self.misfit, self.misfit_at = why, time.monotonic()
-
-    def handed(self, something: bool) -> None:
-        """A prefill leg has ended."""
-        self.empty_legs = 0 if something else self.empty_legs + 1
-        if something:
-            self.misfit = ""
-        elif self.empty_legs >= EMPTY_LEGS:
-            self.unfit(_EMPTY)
+        self.misfit, self.misfit_until = why, time.monotonic() + MISFIT_S
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. One process has one, so

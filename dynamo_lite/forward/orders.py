@@ -15,7 +15,7 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import LIMIT_BYTES, EventReader, ends_event, until_output
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, LegOrder, PrefillAnswer
+from dynamo_lite.forward.protocols.base import Leg, LegOrder
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,10 @@ async def serial(one: RequestAttempt) -> None:
     """The decode leg gets the prefill leg's answer."""
     prefill, protocol = one.prefill, one.parts.protocol
     with prefill.leg(one.placement.uncached_tokens):
-        answer = await _checked_prefill(one)
+        answer = await one.prefilled()
     one.sent(prefill)
     engine = _decode_engine(one)
     handoff = protocol.extract(answer)
-    # On other routes the first token may end the sequence, and nothing is left to hand over.
-    if handoff is not None or one.job.request.route in MIN_TOKENS_ROUTES:
-        prefill.handed(handoff is not None)
     if handoff is None:
         logger.info("engine %s has handed nothing over", prefill.name)
         return await _alone(one, engine, ("alone", "no_handoff"))
@@ -84,13 +81,8 @@ async def parallel(one: RequestAttempt) -> None:
     if protocol.first_token_from_prefill and request.stream and "tools" not in request.body:
         return await _first_token(one)
     second = protocol.decode(request.body, one.ids, None)
-
-    async def prefilled() -> None:
-        await _checked_prefill(one)
-        prefill.handed(True)
-
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
-        prefilling = one.start(prefilled(), "prefill leg")
+        prefilling = one.start(one.prefilled(), "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
         _, response = await asyncio.gather(prefilling, decoding)
         computed()
@@ -107,26 +99,6 @@ def _decode_engine(one: RequestAttempt) -> KnownEngine:
     if protocol.names_decode:
         raise LegFailed(engine, "decode", "refused", engine.trouble)
     return one.parts.placer.place_decode(one.placement, one.job.tried)
-
-
-async def _checked_prefill(one: RequestAttempt) -> PrefillAnswer:
-    """A prefill leg. Raises LegFailed also if another process has answered than the one that
-    the decode engine waits for, or an engine of another protocol."""
-    engine, protocol = one.prefill, one.parts.protocol
-    engine.asked()
-    answer = await one.prefilled()
-    misfit = protocol.mismatch(answer)
-    if misfit:
-        engine.unfit(misfit)
-        raise LegFailed(engine, "prefill", "mismatch", misfit)
-    if protocol.learn is None:
-        return answer
-    learned, expected = protocol.learn(answer), one.ids.prefill.identity
-    engine.learned(learned)
-    if expected is not None and learned != expected:
-        text = "another process or data-parallel rank has answered, or nothing was handed over"
-        raise LegFailed(engine, "prefill", "unpaired", text)
-    return answer
 
 
 async def _relay(
@@ -221,7 +193,6 @@ async def _first_token(one: RequestAttempt) -> None:
             async with asyncio.timeout(one.parts.config.prefill_timeout_s):
                 await _first_tokens(one, prefilling, decoding, merge, first)
             computed()
-            prefill.handed(True)
             one.sent(prefill)
             await _other_tokens(one, await decoding, merge, second)
         except (LegFailed, Final, MalformedEvent, TimeoutError) as exc:

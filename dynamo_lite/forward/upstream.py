@@ -1,7 +1,8 @@
 """HTTP requests to engines, over connections that are kept and used again.
 
-This is a special client, because a Forwarder mainly passes on pieces of answers. With a general
-client, which has a stream reader of its own, a token costs several times as much.
+This is a special client, because a Forwarder mainly passes on pieces of answers. With aiohttp's,
+which has a stream reader of its own, a request takes twice as many instructions
+(docs/forwarding.md#cost).
 """
 
 import asyncio
@@ -18,8 +19,6 @@ from dynamo_lite.forward.failures import LegFailed, LegKind
 from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
-#: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
-_KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: A connect timeout that comes so much too late, as a share of itself, says that this process has
 #: stood still, and nothing about the engine: it is tried again.
@@ -97,10 +96,12 @@ class Upstream:
 
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
-        for connection in reversed(self._idle.get(place, [])):
+        idle = self._idle.get(place, [])
+        while idle:
+            connection = idle.pop()
             if connection.usable:
-                self._lost_idle(place, connection)
                 return connection
+            connection.abort()
         return None
 
     async def _connect(
@@ -132,18 +133,14 @@ class Upstream:
 
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
         self._idle.setdefault(place, []).append(connection)
-        connection.close_later(_KEEP_ALIVE_S)
 
     def _lost(self, place: _Place, connection: UpstreamConnection) -> None:
         self._open.discard(connection)
-        self._lost_idle(place, connection)
-
-    def _lost_idle(self, place: _Place, connection: UpstreamConnection) -> None:
         idle = self._idle.get(place, [])
         if connection in idle:
             idle.remove(connection)
-            if not idle:
-                del self._idle[place]
+        if not idle:
+            self._idle.pop(place, None)
 
 
 def _head(

@@ -17,13 +17,13 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S, KnownEngine
+from dynamo_lite.forward.engines import MISFIT_S
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.orders import break_off
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.protocol.forwarding import ForwardAttempt
+from dynamo_lite.protocol.forwarding import ForwardAttempt, LegTaken
 from dynamo_lite.runtime.listening import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
@@ -88,14 +88,20 @@ async def slow(engine: ScriptedEngine | None, **fault: Any) -> AsyncIterator[Non
 @contextlib.contextmanager
 def handover_begins() -> Iterator[asyncio.Event]:
     """Set when the Forwarder has a prefill engine's answer, or the first token in it."""
-    begun, handed = asyncio.Event(), KnownEngine.handed
+    begun, leg_ends = asyncio.Event(), RequestNote.leg_ends
+    begins = RequestAttempt.begins
 
-    def noted(engine: KnownEngine, something: bool) -> None:
-        handed(engine, something)
+    def ends(note: RequestNote, taken: LegTaken, failure: str = "") -> None:
+        leg_ends(note, taken, failure)
+        begun.set()
+
+    def first(one: RequestAttempt, how: str, reason: str = "") -> None:
+        begins(one, how, reason)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KnownEngine, "handed", noted)
+        patch.setattr(RequestNote, "leg_ends", ends)
+        patch.setattr(RequestAttempt, "begins", first)
         yield begun
 
 
@@ -300,50 +306,12 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
         assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
 
 
-async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
-    """Each leg would compute the prompt, and its KV would not be used, as without a connector."""
-    async with rig("nixl", prefill=2) as r:
-        given = r.prefill[0].handover
-        r.prefill[0].handover = anything
-        for _ in range(2 * EMPTY_LEGS + 4):
-            assert await r.text() == TEXT
-        # The other engine takes its place.
-        assert len(r.prefill[0].legs) == EMPTY_LEGS
-        assert len(r.prefill[1].legs) == EMPTY_LEGS + 4
-        assert r.answered["alone", "no_handoff"] == EMPTY_LEGS
-        assert r.answered["disaggregated", ""] == EMPTY_LEGS + 4
-        assert "handed nothing over" in r.engines.all[0].misfit
-        await r.check()
-        assert not r.engines.all[0].can_prefill
-        # After a while one leg is enough, as long as it has no connector.
-        for fits in (False, True):
-            if fits:
-                r.prefill[0].handover = given
-            r.engines.all[0].misfit_at -= MISFIT_S
-            assert r.engines.all[0].can_prefill
-            for _ in range(2):
-                assert await r.text() == TEXT
-            assert bool(r.engines.all[0].misfit) is not fits
-        assert len(r.prefill[0].legs) == EMPTY_LEGS + 2
-        assert r.engines.all[0].empty_legs == 0
-
-
-async def test_legs_that_hand_nothing_over_now_and_then_change_nothing():
+async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
     async with rig("nixl") as r:
-        given = r.prefill[0].handover
-        for _ in range(2):
-            r.prefill[0].handover = anything
-            for _ in range(EMPTY_LEGS - 1):
-                assert await r.text() == TEXT
-            assert r.decode[0].legs[-1].params is None
-            r.prefill[0].handover = given
-            assert await r.text() == TEXT
-        assert r.answered["disaggregated", ""] == 2
-        # Their first token may end the sequence.
         r.prefill[0].handover = anything
-        for _ in range(EMPTY_LEGS + 1):
-            await r.ask({"model": "m", "input": "x"}, route="/v1/responses")
-        assert r.engines.all[0].can_prefill and r.engines.all[0].misfit == ""
+        assert await r.text() == TEXT
+        assert r.decode[0].legs[-1].params is None
+        assert r.answered == {("alone", "no_handoff"): 1}
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
@@ -359,6 +327,12 @@ async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, eng
         # Each engine is asked once.
         assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
         assert "transfer_mode" in r.engines.all[0].misfit and engines in r.engines.all[0].misfit
+        await r.check()
+        assert not r.engines.all[0].can_prefill
+        # After a while the next leg tries again.
+        r.engines.all[0].misfit_until -= MISFIT_S
+        assert await r.text() == TEXT
+        assert r.forwarding.stats.failures == {("prefill", "mismatch"): 3}
         # Started again, with the other connector.
         for engine in (*r.prefill, *r.decode):
             await engine.stop()

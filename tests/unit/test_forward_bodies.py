@@ -145,7 +145,9 @@ def test_no_object_is_passed_on(data: bytes):
     assert bodies.read(COMPLETIONS, data) == ClientRequest(data=data)
 
 
-@pytest.mark.parametrize(("value", "stream"), [(True, True), ("1", True), (1, True), ("no", False)])
+@pytest.mark.parametrize(
+    ("value", "stream"), [(True, True), ("1", True), (1, True), ("false", False)]
+)
 def test_a_stream_may_be_asked_for_in_many_ways(value: Any, stream: bool):
     data = json.dumps({"prompt": "p", "stream": value}).encode()
     assert bodies.read(COMPLETIONS, data).stream is stream
@@ -168,11 +170,11 @@ def test_a_stream_may_be_asked_for_in_many_ways(value: Any, stream: bool):
         (COMPLETIONS, {"prompt": "p", "n": "1"}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "n": True}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "n": "x"}, "", "n", 1),
-        (COMPLETIONS, {"prompt": "p", "n": 300 * "0" + "3"}, "", "n", 1),
+        (COMPLETIONS, {"prompt": "p", "n": 300 * "0" + "3"}, "", "n", 3),
         (COMPLETIONS, {"prompt": "p", "best_of": "2"}, "", "n", 1),
         (COMPLETIONS, {"prompt": "p", "echo": 1}, "echo", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": "Yes"}, "echo", "", 1),
-        (COMPLETIONS, {"prompt": "p", "echo": "off"}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": "off"}, "echo", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": 0.0}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": None}, "", "", 1),
         (CHAT, {"messages": [], "use_beam_search": "true"}, "beam_search", "", 1),

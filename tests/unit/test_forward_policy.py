@@ -15,7 +15,7 @@ from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
-from dynamo_lite.forward.prompts import BLOCK_BYTES, no_prefill_reason, text_chain
+from dynamo_lite.forward.prompts import BLOCK_BYTES, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
@@ -143,29 +143,6 @@ async def test_engines_hold_the_prompts_that_they_were_sent():
     engines.remove(engine)
     one.sent(engine, placed)  # a leg that was open then has ended
     assert len(engines.index) == 0
-
-
-@pytest.mark.parametrize(
-    ("limit", "prompt", "cached", "engines", "reason"),
-    [
-        (0, 1, 1, 1, ""),
-        (0, 9, 0, 0, "no_prefill_worker"),
-        (100, 100, 0, 1, "short"),
-        (100, 101, 0, 1, ""),
-        (100, 500, 450, 1, "cached"),
-        (100, 500, 450, 0, "no_prefill_worker"),
-    ],
-)
-def test_which_prompts_get_a_prefill_leg(
-    limit: int, prompt: int, cached: int, engines: int, reason: str
-):
-    found = no_prefill_reason(
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        prefill_engines=engines,
-        max_local_prefill_length=limit,
-    )
-    assert found == reason
 
 
 def test_load_is_read_of_vllm_and_sglang():
