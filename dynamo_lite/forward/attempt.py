@@ -16,7 +16,7 @@ from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import EventReader
+from dynamo_lite.forward.events import without_error
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
@@ -92,6 +92,8 @@ class RequestAttempt:
         ids: HandoverAttempt | None,
     ):
         self.parts, self.job, self.placement = parts, job, placement
+        #: All events of a prefill leg that streams.
+        self.prefill_events = b""
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
@@ -195,9 +197,7 @@ class RequestAttempt:
             async with asyncio.timeout(within_s):
                 response = await self.open(engine, "prefill", leg)
                 if response.is_stream:
-                    reader = EventReader(response)
-                    while await reader.next_without_error():
-                        pass
+                    self.prefill_events = leg.shows(await without_error(response))
                 data = await response.read()
             self.job.note.leg_ends(self._taken["prefill"])
             answer = PrefillAnswer() if response.is_stream else prefill_answer(data)
@@ -209,7 +209,6 @@ class RequestAttempt:
         if misfit := protocol.mismatch(answer):
             engine.unfit(misfit)
             raise LegFailed(engine, "prefill", "mismatch", misfit)
-        engine.misfit = ""
         if protocol.learn is not None:
             learned, expected = protocol.learn(answer), self.ids.prefill.identity
             engine.learned(learned)

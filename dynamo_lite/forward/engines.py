@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +27,6 @@ FAILURES = 2
 SILENCE_S = 10.0
 #: Gets why the engine has ended, and whether it refuses connections.
 OnEnd = Callable[[str, bool], None]
-#: How long an engine that does not fit gets no leg. The next one tries whether it was changed.
-MISFIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +79,8 @@ class KnownEngine:
     turn: int = 0
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
-    #: fails, as when the engine is started with other options, or until a later leg fits.
+    #: fails, as when the engine is started with other options.
     misfit: str = ""
-    #: Until when, on the monotonic clock.
-    misfit_until: float = 0.0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
@@ -139,9 +134,7 @@ class KnownEngine:
     @property
     def fits(self) -> bool:
         """Whether a prefill leg may hand something over, as far as is known."""
-        if self.misfit and time.monotonic() < self.misfit_until:
-            return False
-        return bool(self.engine_ids) or not self.protocol.query_path
+        return not self.misfit and (bool(self.engine_ids) or not self.protocol.query_path)
 
     @property
     def peer(self) -> Peer:
@@ -188,7 +181,7 @@ class KnownEngine:
         """Its answer to a prefill leg says why it gets no others now."""
         if not self.misfit:
             logger.error("engine %s gets no prefill legs: %s", self.name, why)
-        self.misfit, self.misfit_until = why, time.monotonic() + MISFIT_S
+        self.misfit = why
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. One process has one, so
