@@ -57,9 +57,7 @@ class KnownEngine:
     failures: int = 0
     #: Set after its first check, or when it has left.
     checked: asyncio.Event = field(default_factory=asyncio.Event)
-    #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
-    answered_at: float = 0.0
-    #: When the last bytes of an answer came, in the loop's time; 0: none has come.
+    #: When its server has last said anything, in the loop's time; 0: never.
     heard_at: float = 0.0
     #: Called when it is found to have ended: it refuses connections, has fallen silent, or another
     #: process is at its address.

@@ -81,7 +81,7 @@ async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
     models[first] = "new"
     await checked()
     assert "it serves new and not old" in first.trouble
-    second.answered_at -= 61.0
+    second.heard_at -= 61.0
     await checked()
     assert first.usable
     models[second] = "old"
