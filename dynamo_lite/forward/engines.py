@@ -112,14 +112,10 @@ class KnownEngine:
         )
 
     @property
-    def requests(self) -> int:
-        """All at the engine, also those that are not of this process."""
-        return self.legs + self.other_requests
-
-    @property
     def load_tokens(self) -> int:
         """Estimated tokens that it computes before a new prompt."""
-        return self.waiting_tokens + self.requests * REQUEST_LOAD_TOKENS
+        requests = self.legs + self.other_requests
+        return self.waiting_tokens + requests * REQUEST_LOAD_TOKENS
 
     @property
     def usable(self) -> bool:

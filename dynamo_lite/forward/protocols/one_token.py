@@ -18,7 +18,7 @@ def one_token(body: Body, route: str) -> Body:
     one["stream"] = False
     if route == TOKENS:
         one["sampling_params"] = {
-            **sampling_params(body),
+            **(object_of(body.get("sampling_params")) or {}),
             "max_tokens": 1,
             "min_tokens": 1,
         }
@@ -32,11 +32,6 @@ def one_token(body: Body, route: str) -> Body:
         if "max_completion_tokens" in body:
             one["max_completion_tokens"] = 1
     return one
-
-
-def sampling_params(body: Body) -> dict[str, Any]:
-    """The object of that name, decoded; empty when it is no object."""
-    return object_of(body.get("sampling_params")) or {}
 
 
 def object_of(value: Any) -> dict[str, Any] | None:
