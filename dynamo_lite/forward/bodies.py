@@ -4,7 +4,6 @@ The top level is decoded into raw values: messages, prompts and tools are never 
 encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,9 @@ _FORM_FIELD = re.compile(
     rb'^content-disposition:[^\r\n]*;\s*+name\s*+(\*|=\s*+"?[^";\r\n]*(\\|vllm_xargs))',
     re.IGNORECASE | re.MULTILINE,
 )
+
+#: White space, the zeros in it in UTF-16 and UTF-32, and marks of the byte order.
+_BEFORE_OBJECT = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
 
 #: The field with the prompt of each route.
 _PROMPT_FIELDS = {
@@ -140,7 +142,7 @@ def _parse(data: bytes) -> Body | None:
     except msgspec.ValidationError:
         return None
     except ValueError:
-        if data.decode(json.detect_encoding(data), "replace").lstrip().startswith("{"):
+        if data.lstrip(_BEFORE_OBJECT).startswith(b"{"):
             raise
         return None
 
