@@ -145,6 +145,15 @@ async def test_engines_hold_the_prompts_that_they_were_sent():
     assert len(engines.index) == 0
 
 
+@pytest.mark.parametrize(
+    ("limit", "tokens", "alone"), [(100, 100, "short"), (100, 101, ""), (0, 1, "")]
+)
+def test_which_prompts_get_a_prefill_leg(limit: int, tokens: int, alone: str):
+    one, _ = placer("prefill", "decode", max_local_prefill_length=limit)
+    asked = request(prompt="x" * (4 * tokens - 2))  # in quotes
+    assert one.place(asked, Tried()).alone == alone
+
+
 def test_load_is_read_of_vllm_and_sglang():
     vllm = (
         "# HELP vllm:num_requests_running Number\n"
