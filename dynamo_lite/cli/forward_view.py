@@ -1,13 +1,7 @@
 """Prints decisions of Forwarders: one in full, many as a table."""
 
 from dynamo_lite.cli.listing import as_clock, as_time
-from dynamo_lite.protocol.forwarding import (
-    ForwardAttempt,
-    ForwardDecision,
-    LegCandidate,
-    LegChoice,
-    LegTaken,
-)
+from dynamo_lite.protocol.forwarding import ForwardAttempt, ForwardDecision, LegChoice, LegTaken
 
 #: Of the lease in JSON.
 KEY = "forwarder"
@@ -48,29 +42,18 @@ def _threshold(d: ForwardDecision) -> str:
 def _attempt(attempt: ForwardAttempt, number: int) -> list[str]:
     what = f"{attempt.order}, both legs" if attempt.order else f"decode leg alone: {attempt.alone}"
     lines = [f"  attempt {number}   {what}"]
-    for choice in attempt.choices:
-        lines += _choice(choice)
+    lines += [f"    {_choice(choice)}" for choice in attempt.choices]
     lines += [f"    {_leg(leg)}" for leg in attempt.legs]
     if attempt.failure:
         lines.append(f"    failed    {attempt.failure}")
     return lines
 
 
-def _choice(choice: LegChoice) -> list[str]:
-    of = f" of {choice.of}" if choice.of > 1 else ""
-    lines = [f"    {choice.leg:<8}  {choice.engine}: {choice.reason}{of}"]
-    if choice.of > 1:
-        lines += [f"              {_candidate(one)}" for one in choice.candidates]
-        hidden = choice.of - len(choice.candidates)
-        lines += [f"              and {hidden} more"] if hidden else []
-    return lines
-
-
-def _candidate(one: LegCandidate) -> str:
-    score = "" if one.score is None else f", score {one.score:,.0f}"
+def _choice(one: LegChoice) -> str:
+    of = f" of {one.of}" if one.of > 1 else ""
     return (
-        f"{one.engine}: {one.matched_tokens} tokens cached, {one.load_tokens} queued,"
-        f" KV use {one.kv_usage:.0%}{score}"
+        f"{one.leg:<8}  {one.engine}: {one.reason}{of}; {one.matched_tokens} tokens cached,"
+        f" {one.load_tokens} queued, KV use {one.kv_usage:.0%}"
     )
 
 

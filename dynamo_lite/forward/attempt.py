@@ -16,7 +16,7 @@ from dynamo_lite.forward.client import Answer, Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import EventReader
+from dynamo_lite.forward.events import without_error
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
@@ -33,11 +33,6 @@ T = TypeVar("T")
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
-#: How long after its prefill leg a decode leg that is not streamed depends on the prefill engine.
-#: Its first byte comes only after all tokens, so it does not tell when the KV has arrived.
-_WHOLE_S = 60.0
-#: How long a decode engine gets to take over a request after its client has disconnected.
-_LET_GO_S = 1.0
 
 
 class ForwardParts:
@@ -97,17 +92,14 @@ class RequestAttempt:
         ids: HandoverAttempt | None,
     ):
         self.parts, self.job, self.placement = parts, job, placement
-        #: Whether a decode engine that has not answered yet gets a moment at the end: it then takes
-        #: the request over, and tells the prefill engine that the KV is not needed. Otherwise the
-        #: blocks stay reserved until a lease ends.
-        self.lets_go = False
+        #: All events of a prefill leg that streams.
+        self.prefill_events = b""
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         #: Why the decode engine would wait for the prefill engine's KV in vain.
-        self._vain: LegFailed | Final | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._vain: LegFailed | None = None
 
     @property
     def prefill(self) -> KnownEngine:
@@ -138,12 +130,10 @@ class RequestAttempt:
                 self.job.note.leg_ends(taken, how)
 
     def _close(self) -> None:
-        self._independent()
-        for kind, response in self._responses.items():
-            if self.lets_go and kind == "decode":
-                response.let_go(_LET_GO_S)
-            else:
-                response.close()
+        if self.placement.prefill is not None:
+            self.placement.prefill.on_end.discard(self._prefill_ended)
+        for response in self._responses.values():
+            response.close()
 
     def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(coro, name=name)
@@ -197,70 +187,44 @@ class RequestAttempt:
             raise Final(answer)
         raise LegFailed(engine, kind, "status", str(status), answer)
 
-    async def prefilled(self, *, streams: bool = False) -> PrefillAnswer:
-        """The whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped, and the decode leg fails with it. Raises LegFailed, Final."""
-        leg, engine = self.parts.protocol.prefill(self.job.request.body, self.ids), self.prefill
-        deadline = asyncio.get_running_loop().time() + self.parts.config.prefill_timeout_s
+    async def prefilled(self) -> PrefillAnswer:
+        """The whole prefill leg. Raises Final, and LegFailed also if another process has answered
+        than the one that the decode engine waits for, or an engine of another protocol."""
+        engine, protocol = self.prefill, self.parts.protocol
+        leg = protocol.prefill(self.job.request.body, self.ids)
+        within_s = self.parts.config.prefill_timeout_s
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(within_s):
                 response = await self.open(engine, "prefill", leg)
-                if streams:
-                    self.start(self._read_out(response, deadline), "rest of the prefill leg")
-                    return PrefillAnswer()
+                if response.is_stream:
+                    self.prefill_events = leg.shows(await without_error(response))
                 data = await response.read()
             self.job.note.leg_ends(self._taken["prefill"])
-            return prefill_answer(data)
+            answer = PrefillAnswer() if response.is_stream else prefill_answer(data)
         except TimeoutError as exc:
-            raise self._late() from exc
+            detail = f"no whole answer within {within_s:g} s"
+            raise LegFailed(engine, "prefill", "timeout", detail) from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
+        if misfit := protocol.mismatch(answer):
+            engine.unfit(misfit)
+            raise LegFailed(engine, "prefill", "mismatch", misfit)
+        if protocol.learn is not None:
+            learned, expected = protocol.learn(answer), self.ids.prefill.identity
+            engine.learned(learned)
+            if expected is not None and learned != expected:
+                text = "another process or data-parallel rank has answered, or handed nothing over"
+                raise LegFailed(engine, "prefill", "unpaired", text)
+        return answer
 
-    async def _read_out(self, response: EngineAnswer, deadline: float) -> None:
-        """deadline: of the whole leg, in the loop's time, unless the client has a part of the
-        decode leg then: to close this one would abort sequences whose KV is not handed over yet."""
-        late = asyncio.get_running_loop().call_at(deadline, self._in_vain, self._late())
-        try:
-            reader = EventReader(response)
-            while await reader.next_without_error():
-                pass
-        except (LegFailed, Final) as exc:
-            self._in_vain(exc)
-        finally:
-            late.cancel()
-            response.close()  # else it would stay open as long as the decode leg
+    def depends(self) -> None:
+        """From now on the decode leg fails when the prefill engine ends before the client has a
+        part of it: the decode engine would wait for the KV until a timeout."""
+        self.prefill.on_end.add(self._prefill_ended)
 
-    def stays(self, ends: int, *, streams: bool) -> None:
-        """After a prefill leg: the decode leg fails if the prefill engine ends before the decode
-        engine has answered, which would wait for the KV until a timeout.
-
-        ends: the engine's before the leg. streams: whether the decode leg is streamed.
-        """
-        engine = self.prefill
-        if engine.ends != ends:
-            return self._prefill_ended()
-        engine.on_end.add(self._prefill_ended)
-        if not streams:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_WHOLE_S, self._independent)
-
-    def _prefill_ended(self) -> None:
-        text = "the engine has ended or was restarted before its KV was taken over"
-        self._in_vain(LegFailed(self.prefill, "prefill", "unpaired", text))
-
-    def _independent(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.placement.prefill is not None:
-            self.placement.prefill.on_end.discard(self._prefill_ended)
-
-    def _in_vain(self, why: LegFailed | Final) -> None:
-        """Ends the decode leg, unless the client has a part of it."""
-        self._vain = why
+    def _prefill_ended(self, why: str, refuses: bool) -> None:
+        text = f"it has ended or was restarted before its KV was taken over: {why}"
+        self._vain = LegFailed(self.prefill, "prefill", "broken", text)
         response = self._responses.get("decode")
         if response is not None and not response.shown:
-            response.fail(why)
-
-    def _late(self) -> LegFailed:
-        detail = f"no whole answer within {self.parts.config.prefill_timeout_s:g} s"
-        return LegFailed(self.prefill, "prefill", "timeout", detail)
+            response.fail(self._vain)

@@ -4,7 +4,6 @@ The top level is decoded into raw values: messages, prompts and tools are never 
 encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,8 +41,8 @@ _FORM_FIELD = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
-#: Of a body that only Python's parser may read.
-_MAX_ODD_BYTES = 1 << 20
+#: White space, the zeros in it in UTF-16 and UTF-32, and marks of the byte order.
+_BEFORE_OBJECT = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
 
 #: The field with the prompt of each route.
 _PROMPT_FIELDS = {
@@ -85,13 +84,14 @@ def read(route: str, data: bytes) -> ClientRequest:
         body = _parse(data)
         if body is not None:
             return _read(route, body, data)
-        if _FORM_FIELD.search(data):
-            text = "a form may not have a field vllm_xargs, nor escapes in the names of its fields"
-            raise Final(error(400, "BadRequestError", text))
-        return ClientRequest(data=data)
-    except RecursionError as exc:
-        # Forbidden fields could not be removed. An engine's parser may read deeper.
-        raise Final(error(400, "BadRequestError", "the body is nested too deeply")) from exc
+    except (ValueError, RecursionError) as exc:
+        # Forbidden fields could not be removed. An engine's parser may read it.
+        text = "the body must be strict JSON in UTF-8, and not nested too deeply"
+        raise Final(error(400, "BadRequestError", text)) from exc
+    if _FORM_FIELD.search(data):
+        text = "a form may not have a field vllm_xargs, nor escapes in the names of its fields"
+        raise Final(error(400, "BadRequestError", text))
+    return ClientRequest(data=data)
 
 
 def _sanitize(body: Body) -> tuple[str, ...]:
@@ -133,9 +133,8 @@ def _read(route: str, body: Body, data: bytes) -> ClientRequest:
 def _parse(data: bytes) -> Body | None:
     """None: it is no object.
 
-    Engines use Python's parser, which accepts more than the standard (NaN, UTF-16, halves of
-    surrogate pairs), so a body that only our parser refuses must be cleaned as well. Python's takes
-    seconds for a large one, so that is refused. Raises Final.
+    Engines use Python's parser, which takes more than the standard for an object (NaN, UTF-16,
+    halves of surrogate pairs). Raises ValueError for what may be one of these.
     """
     try:
         data.decode()  # raw values are not checked for it
@@ -143,19 +142,9 @@ def _parse(data: bytes) -> Body | None:
     except msgspec.ValidationError:
         return None
     except ValueError:
-        pass
-    looks_so = data.lstrip()[:1] == b"{" or json.detect_encoding(data) != "utf-8"
-    if looks_so and len(data) > _MAX_ODD_BYTES:
-        text = f"a body of more than {_MAX_ODD_BYTES} bytes must be strict JSON in UTF-8"
-        raise Final(error(400, "BadRequestError", text))
-    try:
-        value = json.loads(data)
-    except ValueError:
+        if data.lstrip(_BEFORE_OBJECT).startswith(b"{"):
+            raise
         return None
-    if not isinstance(value, dict):
-        return None
-    # Dumped with escapes, so that all of it is ASCII.
-    return {key: msgspec.Raw(json.dumps(inner).encode()) for key, inner in value.items()}
 
 
 def _strip(value: Any, path: Sequence[str]) -> bool:
@@ -178,13 +167,13 @@ def _alone(route: str, body: Body) -> str:
     """Why a disaggregated request would be answered wrongly, or end an engine."""
     if _set(body.get("echo")):
         return "echo"
-    if _small(body.get("prompt_logprobs")) is not None:
+    if plain(body.get("prompt_logprobs")) is not None:
         return "prompt_logprobs"
     parameters = plain(body.get("sampling_params")) if route == TOKENS else None
     if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
         return "prompt_logprobs"
     # From this position of the prompt on; each engine has those of its own tokens only.
-    start = _small(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
+    start = plain(body.get("logprob_start_len")) if route == SGLANG_GENERATE else None
     if start not in (None, -1) and _set(body.get("return_logprob")):
         return "prompt_logprobs"
     if _set(body.get("use_beam_search")):
@@ -192,13 +181,13 @@ def _alone(route: str, body: Body) -> str:
     if "prompt_embeds" in body:
         return "prompt_embeds"
     # vLLM before 0.32 cuts the prompt by the tokens to generate, of which a prefill leg has one.
-    cut = _small(body.get("truncate_prompt_tokens"))
+    cut = plain(body.get("truncate_prompt_tokens"))
     if cut is not None and (_count(cut) is None or _count(cut) == -1):
         return "truncation"
-    if route == RESPONSES and "truncation" in body and _small(body["truncation"]) != "disabled":
+    if route == RESPONSES and "truncation" in body and plain(body["truncation"]) != "disabled":
         return "truncation"
     # Stored answers are in one engine's memory; a request in the background outlives its legs.
-    if _small(body.get("previous_response_id")) or _set(body.get("background")):
+    if plain(body.get("previous_response_id")) or _set(body.get("background")):
         return "stored_response"
     return ""
 
@@ -209,11 +198,11 @@ def _sequences(route: str, body: Body) -> tuple[int, str]:
     `best_of` does not count: SGLang, which gets a room for each sequence, ignores it.
     """
     parameters = plain(body.get("sampling_params")) if route in (TOKENS, SGLANG_GENERATE) else None
-    given = [_count(_small(body.get("n")))]
+    given = [_count(plain(body.get("n")))]
     if isinstance(parameters, dict):
         given.append(_count(parameters.get("n")))
     n = max(value or 1 for value in given)
-    best_of = _count(_small(body.get("best_of")))
+    best_of = _count(plain(body.get("best_of")))
     prompts = max(
         (_prompts(body[key]) for key in ("prompt", "text", "input_ids") if key in body), default=1
     )
@@ -231,10 +220,7 @@ def _prompts(value: Any) -> int:
         return 1
     if raw[1:].lstrip()[:1] not in (b'"', b"["):
         return 1
-    try:
-        return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    except msgspec.DecodeError:  # NaN, which is no prompt: a decode engine says so
-        return 2
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
 
 def _count(value: Any) -> int | None:
@@ -249,27 +235,7 @@ def _count(value: Any) -> int | None:
     return int(number) if number.is_integer() else None
 
 
-#: What pydantic takes for false, beside false and 0.
-_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
-
-
 def _set(value: Any) -> bool:
     """Whether a flag may be on. What is not certainly false may be: pydantic also takes 1 and
     "yes" for true."""
-    flag = _small(value)
-    return flag.lower() not in _FALSE if isinstance(flag, str) else flag not in (None, False)
-
-
-#: Longer values are not decoded.
-_SMALL = 256
-_LONG = "a long value"
-
-
-def _small(value: Any) -> Any:
-    """A flag or number, decoded; None for null and for a missing value.
-
-    A long one may be a number, too (with many zeros or spaces), so it must not look missing.
-    """
-    if value is None:
-        return None
-    return plain(value) if len(bytes(value)) <= _SMALL else _LONG
+    return plain(value) not in (None, False, "false")

@@ -12,6 +12,7 @@ from typing import cast
 import httptools
 from multidict import CIMultiDict
 
+from dynamo_lite.forward import engines
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import FailureKind, LegFailed, LegKind, check_size
 from dynamo_lite.runtime.lost_host import notice_a_lost_host
@@ -20,6 +21,8 @@ from dynamo_lite.runtime.lost_host import notice_a_lost_host
 _MAX_HEAD_BYTES = 64 << 10
 #: How many bytes of a body are buffered before reading pauses.
 _BUFFER_BYTES = 64 << 10
+#: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
+_KEEP_ALIVE_S = 4.0
 #: A connection is lost when the engine's host acknowledges nothing for this long.
 _LOST_HOST_S = 20.0
 
@@ -65,10 +68,9 @@ class EngineAnswer:
         self._push: Push | None = None
         self._full = False
         self._idle_s = idle_s
-        #: Ends it, although it has not begun.
-        self._letting_go: asyncio.TimerHandle | None = None
         self.touched = self._loop.time()
         self._timer = self._loop.call_later(idle_s, self._look_idle)
+        engine.on_end.add(self._engine_ended)
 
     @property
     def is_stream(self) -> bool:
@@ -121,19 +123,10 @@ class EngineAnswer:
         if not self._ended:
             self.lost("closed here")
 
-    def let_go(self, within_s: float) -> None:
-        """Closes it when its head has come, at the latest after this time."""
-        if self.begun or self._error is not None:
-            self.close()
-        elif self._letting_go is None:
-            self._letting_go = self._loop.call_later(within_s, self.close)
-
     # Called by the connection.
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
-        if self._letting_go is not None:
-            self.close()
         self._wake()
 
     def feed(self, data: bytes) -> None:
@@ -157,19 +150,29 @@ class EngineAnswer:
 
     def end(self) -> None:
         self._ended = True
-        self._timer.cancel()
-        self._wake()
+        self._settled()
 
     def fail(self, error: BaseException) -> None:
         if not self._ended and self._error is None:
             self._error = error
-            self._timer.cancel()
-            self._wake()
+            self._settled()
 
     def lost(self, detail: str, kind: FailureKind = "broken") -> None:
         """Fails, and breaks the connection."""
         self.fail(LegFailed(self.engine, self.leg, kind, detail))
         self._connection.abort()
+
+    def _settled(self) -> None:
+        self._timer.cancel()
+        self.engine.on_end.discard(self._engine_ended)
+        self._wake()
+
+    def _engine_ended(self, why: str, refuses: bool) -> None:
+        """An engine that ends may leave requests hanging. A part that the client has cannot be
+        repeated: it may go on, unless no process is left that would send the rest."""
+        silent = self._loop.time() - self.touched >= engines.SILENCE_S
+        if silent and not self._connection.paused and (refuses or not self.shown):
+            self.lost(f"silent, and the engine has ended: {why}")
 
     def _take(self) -> bytes:
         parts, self._parts = self._parts, []
@@ -235,14 +238,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._informational = False
         self._unasked = False
-        self._idle_timer: asyncio.TimerHandle | None = None
+        #: When its last answer ended, in the loop's time.
+        self._ended_at = 0.0
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and has sent all bytes: after an early answer a part of the request
+        """Whether another request may be sent: after an early answer a part of the request before
         may be unsent."""
         transport = self._transport
-        return not transport.is_closing() and transport.get_write_buffer_size() == 0
+        open_ = not transport.is_closing() and transport.get_write_buffer_size() == 0
+        return open_ and self._loop.time() - self._ended_at < _KEEP_ALIVE_S
 
     def ask(
         self,
@@ -257,14 +262,8 @@ class UpstreamConnection(asyncio.Protocol):
         answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
         self.answer = answer
         self._head_bytes = 0
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
         self._transport.writelines((head, body) if body else (head,))
         return answer
-
-    def close_later(self, after_s: float) -> None:
-        """Unless it is used before. An engine might not close it."""
-        self._idle_timer = self._loop.call_later(after_s, self.abort)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -305,8 +304,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
         if answer is not None:
             answer.lost("closed before the end of the answer")
         self._on_lost(self)
@@ -348,6 +345,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert answer is not None
         answer.end()
         self.resume()
+        self._ended_at = self._loop.time()
         if reusable and self.usable:
             self._on_free(self)
         else:

@@ -52,9 +52,7 @@ class RequestNote:
         message = self.message
         message.prompt_tokens = prompt_tokens
         if not message.attempts:
-            of = [
-                one.candidates[0].matched_tokens for one in attempt.choices if one.leg == "decode"
-            ]
+            of = [one.matched_tokens for one in attempt.choices if one.leg == "decode"]
             message.cached_tokens = of[0] if of else 0
         message.attempts.append(attempt)
         if request_id:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,14 +23,10 @@ logger = logging.getLogger(__name__)
 #: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
 #: that refuses connections is unhealthy at once.
 FAILURES = 2
-#: Prefill legs in a row that hand nothing over, after which an engine does not fit.
-EMPTY_LEGS = 5
-_EMPTY = (
-    f"{EMPTY_LEGS} prefill legs in a row have handed nothing over: start the engine with the"
-    " connector of this protocol, or give it the role decode; it is asked again after a minute"
-)
-#: How long an engine that does not fit gets no leg. Then one leg tries whether it was changed.
-MISFIT_S = 60.0
+#: An engine or an answer of it that has said nothing for this long is silent.
+SILENCE_S = 10.0
+#: Gets why the engine has ended, and whether it refuses connections.
+OnEnd = Callable[[str, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +57,11 @@ class KnownEngine:
     failures: int = 0
     #: Set after its first check, or when it has left.
     checked: asyncio.Event = field(default_factory=asyncio.Event)
-    #: When its server has answered a check, in the loop's time, whatever the answer; 0: never.
-    answered_at: float = 0.0
-    #: When the last bytes of an answer came, in the loop's time; 0: none has come.
+    #: When its server has last said anything, in the loop's time; 0: never.
     heard_at: float = 0.0
-    #: How often it was found to have ended: it refused a connection, had fallen silent, or another
-    #: process was at its address.
-    ends: int = 0
-    #: Called when it is found again.
-    on_end: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    #: Called when it is found to have ended: it refuses connections, has fallen silent, or another
+    #: process is at its address.
+    on_end: set[OnEnd] = field(default_factory=set[OnEnd])
     #: Until when it is known, in the loop's time, unless a client names it again.
     named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
@@ -82,16 +73,12 @@ class KnownEngine:
     #: Requests at the engine that are not of this process.
     other_requests: int = 0
     kv_usage: float = 0.0
-    #: Number of its last turn, among all turns of all engines, by leg.
-    turns: dict[str, int] = field(default_factory=dict[str, int])
+    #: Number of its last leg, among those of all engines.
+    turn: int = 0
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
-    #: fails, as when the engine is started with other options, or until a later leg fits.
+    #: fails, as when the engine is started with other options.
     misfit: str = ""
-    #: When that was found, or tried again.
-    misfit_at: float = 0.0
-    #: Prefill legs in a row that have handed nothing over.
-    empty_legs: int = 0
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
@@ -125,14 +112,10 @@ class KnownEngine:
         )
 
     @property
-    def requests(self) -> int:
-        """All at the engine, also those that are not of this process."""
-        return self.legs + self.other_requests
-
-    @property
     def load_tokens(self) -> int:
         """Estimated tokens that it computes before a new prompt."""
-        return self.waiting_tokens + self.requests * REQUEST_LOAD_TOKENS
+        requests = self.legs + self.other_requests
+        return self.waiting_tokens + requests * REQUEST_LOAD_TOKENS
 
     @property
     def usable(self) -> bool:
@@ -145,9 +128,7 @@ class KnownEngine:
     @property
     def fits(self) -> bool:
         """Whether a prefill leg may hand something over, as far as is known."""
-        if self.misfit and time.monotonic() - self.misfit_at < MISFIT_S:
-            return False
-        return bool(self.engine_ids) or not self.protocol.query_path
+        return not self.misfit and (bool(self.engine_ids) or not self.protocol.query_path)
 
     @property
     def peer(self) -> Peer:
@@ -188,26 +169,13 @@ class KnownEngine:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.varies = None, False
         self.other_requests, self.kv_usage = 0, 0.0
-        self.misfit, self.empty_legs = "", 0
-
-    def asked(self) -> None:
-        """It gets a prefill leg. If this one is a try, others go on without the engine."""
-        if self.misfit:
-            self.misfit_at = time.monotonic()
+        self.misfit = ""
 
     def unfit(self, why: str) -> None:
         """Its answer to a prefill leg says why it gets no others now."""
         if not self.misfit:
             logger.error("engine %s gets no prefill legs: %s", self.name, why)
-        self.misfit, self.misfit_at = why, time.monotonic()
-
-    def handed(self, something: bool) -> None:
-        """A prefill leg has ended."""
-        self.empty_legs = 0 if something else self.empty_legs + 1
-        if something:
-            self.misfit = ""
-        elif self.empty_legs >= EMPTY_LEGS:
-            self.unfit(_EMPTY)
+        self.misfit = why
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. One process has one, so
@@ -217,16 +185,15 @@ class KnownEngine:
             self.varies = True
         self.identity = identity
 
-    def ended(self) -> None:
-        self.ends += 1
+    def ended(self, why: str, *, refuses: bool = False) -> None:
         for react in tuple(self.on_end):
-            react()
+            react(why, refuses)
 
     def has_ids(self, ids: dict[int, str]) -> None:
         """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
         before, self.engine_ids = self.engine_ids, ids
         if any(before.get(rank, one) != one for rank, one in ids.items()):
-            self.ended()
+            self.ended("another process is at its address")
 
     def reported(self, load: StockEngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)

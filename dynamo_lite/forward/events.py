@@ -80,13 +80,17 @@ class EventReader:
             check_size(len(cutter.held), response.engine, response.leg)
         return cutter.flush()
 
-    async def next_without_error(self) -> bytes:
-        """As `next`. An error in place of output is raised: LegFailed, or Final."""
-        events = await self.next()
+
+async def without_error(response: EngineAnswer) -> bytes:
+    """A whole stream. Raises LegFailed, and Final, also for an error in it."""
+    reader, found = EventReader(response), b""
+    while events := await reader.next():
         for event in split(events):
             if (error := error_of(event)) is not None:
-                raise failure(self._response, error)
-        return events
+                raise failure(response, error)
+        found += events
+        check_size(len(found), response.engine, response.leg)
+    return found
 
 
 def payload_of(event: bytes) -> bytes:

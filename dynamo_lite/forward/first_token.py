@@ -48,12 +48,8 @@ class _Choice(msgspec.Struct):
 class FirstTokenMerge:
     def __init__(self) -> None:
         #: What the prefill engine has shown and the decode engine has not repeated, by choice and
-        #: field.
+        #: field; without the choices that go beyond it.
         self._shown: dict[int, dict[str, str]] = {}
-        #: Choices of which the decode engine has repeated it.
-        self._repeated: set[int] = set()
-        #: Fields of which it has repeated a part.
-        self._begun: set[tuple[int, str]] = set()
 
     @property
     def begun(self) -> bool:
@@ -65,9 +61,7 @@ class FirstTokenMerge:
         return _each(events, self._prefill_event)
 
     def from_decode(self, events: bytes) -> bytes:
-        if self._repeated >= self._shown.keys():
-            return events
-        return _each(events, self._decode_event)
+        return _each(events, self._decode_event) if self._shown else events
 
     def _prefill_event(self, payload: bytes) -> bytes:
         if (found := _decoded(payload)) is None:
@@ -104,13 +98,13 @@ class FirstTokenMerge:
         """Removes the part of the decode engine's chunk that was shown already. Returns whether
         anything is left."""
         index, texts = _index(choice), _texts(choice)
-        if index in self._repeated:
+        shown = self._shown.get(index)
+        if shown is None:
             return True
         ends = choice.get("finish_reason") is not None
         if not _has_token(choice, texts):
             return ends
-        shown = self._shown.setdefault(index, {})
-        rests = {key: self._rest(index, key, text) for key, text in texts.items()}
+        rests = {key: _rest(shown, key, text) for key, text in texts.items()}
         owner = choice
         if "text" not in choice:
             owner = choice["delta"] = {k: v for k, v in choice["delta"].items() if k != "role"}
@@ -123,25 +117,21 @@ class FirstTokenMerge:
         if not left:
             choice.pop("logprobs", None)  # of tokens that were shown
         if left or ends or not any(shown.values()):
-            self._repeated.add(index)
+            del self._shown[index]
         return left or ends
 
-    def _rest(self, index: int, key: str, text: str) -> str:
-        """What of the decode engine's next text was not shown."""
-        left = self._shown[index]
-        shown, left[key] = left.get(key, ""), ""
-        if not text.startswith(shown) and shown.startswith(text):
-            left[key] = shown[len(text) :]
-            if text:
-                self._begun.add((index, key))
-            return ""
-        for known in (shown, shown.rstrip(_REPLACEMENT)):
-            if text.startswith(known):
-                return text[len(known) :]
-        if (index, key) in self._begun:
-            return text
-        first = _FIRST_WORD.match(text)
-        return "" if first is None else text[first.end() :]
+
+def _rest(shown: dict[str, str], key: str, text: str) -> str:
+    """What of the decode engine's next text was not shown; the rest of that is left in `shown`."""
+    known, shown[key] = shown.get(key, ""), ""
+    if known.startswith(text) and text != known:
+        shown[key] = known[len(text) :]
+        return ""
+    for one in (known, known.rstrip(_REPLACEMENT)):
+        if text.startswith(one):
+            return text[len(one) :]
+    first = _FIRST_WORD.match(text)
+    return "" if first is None else text[first.end() :]
 
 
 def _each(events: bytes, change: Callable[[bytes], bytes]) -> bytes:

@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from dynamo_lite.forward import engines
 from dynamo_lite.forward.engines import (
     FAILURES,
     KnownEngine,
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: Timeout of each question to an engine.
 CHECK_S = 5.0
-#: An engine whose server has been silent for this long, and then does not answer within `CHECK_S`
-#: either, stands still or cannot be reached.
-SILENCE_S = 10.0
 #: How long the model of an engine that does not answer is still that of the others.
 _MODEL_KEPT_S = 60.0
 #: Most different blocks of prompts that are remembered.
@@ -125,11 +123,11 @@ class KnownEngines:
         except LegFailed as exc:
             self._failed(engine, exc)
             if exc.answered:
-                engine.answered_at = loop.time()
+                engine.heard_at = loop.time()
             else:
                 await self._end_silent(engine)
         else:
-            engine.answered_at = loop.time()
+            engine.heard_at = loop.time()
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self._compare()
@@ -140,28 +138,25 @@ class KnownEngines:
             self.index.leave(engine.number)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
-        """Gives up the legs of which nothing was shown, if nothing at all comes from the engine. An
-        engine that computes for long, or whose streams move, may answer checks late and keeps its
-        legs."""
-        now = asyncio.get_running_loop().time()
-        silent_s = now - max(engine.answered_at, engine.heard_at)
-        if not engine.legs or engine.failures < FAILURES or silent_s < SILENCE_S:
+        """An engine from which nothing at all has come for `SILENCE_S`, and which then does not
+        answer within `CHECK_S` either, stands still or cannot be reached: it counts as ended. One
+        that computes for long, or whose streams move, may answer checks late."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        silent = now - engine.heard_at >= engines.SILENCE_S
+        if not silent or not engine.legs or engine.failures < FAILURES:
             return
         if await _answers(self._upstream, engine):
-            engine.answered_at = asyncio.get_running_loop().time()
-            return
-        if engine.heard_at > now:
-            return
-        engine.ended()
-        if count := self._upstream.give_up(engine, "the engine has fallen silent"):
-            logger.warning("engine %s is silent: %d waiting legs are given up", engine.name, count)
+            engine.heard_at = loop.time()
+        if engine.heard_at <= now:
+            engine.ended("it has fallen silent")
 
     def _compare(self) -> None:
         """An engine of another model than the first one that decodes is not used. That model is
         forgotten when no engine of it has answered for `_MODEL_KEPT_S`, as after a restart of all
         with another one."""
         heard_after = asyncio.get_running_loop().time() - _MODEL_KEPT_S
-        known = [one.models for one in self.all if one.healthy or one.answered_at > heard_after]
+        known = [one.models for one in self.all if one.healthy or one.heard_at > heard_after]
         if not any(set(models) & set(self._models) for models in known):
             self._models = ()
         serving = [e for e in self.all if e.healthy]

@@ -12,15 +12,12 @@ from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import LIMIT_BYTES, EventReader, ends_event, until_output
+from dynamo_lite.forward.events import EventReader, ends_event, until_output
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
-from dynamo_lite.forward.protocols.base import MIN_TOKENS_ROUTES, Leg, LegOrder, PrefillAnswer
-from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.forward.protocols.base import Leg, LegOrder
 
 logger = logging.getLogger(__name__)
-
-_Opening = asyncio.Task[EngineAnswer]
 
 
 async def alone(one: RequestAttempt) -> None:
@@ -57,18 +54,14 @@ async def serial(one: RequestAttempt) -> None:
     """The decode leg gets the prefill leg's answer."""
     prefill, protocol = one.prefill, one.parts.protocol
     with prefill.leg(one.placement.uncached_tokens):
-        answer = await _checked_prefill(one)
+        answer = await one.prefilled()
     one.sent(prefill)
     engine = _decode_engine(one)
     handoff = protocol.extract(answer)
-    # On other routes the first token may end the sequence, and nothing is left to hand over.
-    if handoff is not None or one.job.request.route in MIN_TOKENS_ROUTES:
-        prefill.handed(handoff is not None)
     if handoff is None:
         logger.info("engine %s has handed nothing over", prefill.name)
         return await _alone(one, engine, ("alone", "no_handoff"))
     second = protocol.decode(one.job.request.body, one.ids, handoff)
-    one.lets_go = True
     with engine.leg(0) as computed:
         response = await one.open(engine, "decode", second)
         await _relay(one, response, computed, leg=second)
@@ -79,27 +72,22 @@ async def parallel(one: RequestAttempt) -> None:
     """Both legs at once. The decode engine's bytes are held back until the prefill leg has
     succeeded, because without its KV they are worthless."""
     prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
-    stream = one.job.request.stream
+    request = one.job.request
     # The legs of a tool call cannot be joined: each engine draws an id for it.
-    if protocol.first_token_from_prefill and stream and "tools" not in one.job.request.body:
-        return await _first_token(one)
-    second = protocol.decode(one.job.request.body, one.ids, None)
-
-    async def prefilled() -> None:
-        """The decode engine may take over the KV after the leg's end."""
-        ends = prefill.ends
-        await _checked_prefill(one, streams=protocol.prefill_streams and stream)
-        prefill.handed(True)
-        one.stays(ends, streams=stream)
-
+    joins = protocol.first_token_from_prefill and request.stream and "tools" not in request.body
+    one.depends()
+    second = protocol.decode(request.body, one.ids, None)
     with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
-        prefill.asked()
-        prefilling = one.start(prefilled(), "prefill leg")
+        first = _first_token(one) if joins else one.prefilled()
+        prefilling = one.start(first, "prefill leg")
         decoding = one.start(one.open(engine, "decode", second), "decode leg")
-        _, response = await asyncio.gather(prefilling, decoding)
+        prefilled, response = await asyncio.gather(prefilling, decoding)
         computed()
         one.sent(prefill)
-        await _relay(one, response, computed, leg=second)
+        if isinstance(prefilled, tuple):
+            await _joined(one, *prefilled, response, second)
+        else:
+            await _relay(one, response, computed, leg=second)
     one.sent(engine)
 
 
@@ -111,26 +99,6 @@ def _decode_engine(one: RequestAttempt) -> KnownEngine:
     if protocol.names_decode:
         raise LegFailed(engine, "decode", "refused", engine.trouble)
     return one.parts.placer.place_decode(one.placement, one.job.tried)
-
-
-async def _checked_prefill(one: RequestAttempt, *, streams: bool = False) -> PrefillAnswer:
-    """A prefill leg. Raises LegFailed also if another process has answered than the one that
-    the decode engine waits for, or an engine of another protocol."""
-    engine, protocol = one.prefill, one.parts.protocol
-    engine.asked()
-    answer = await one.prefilled(streams=streams)
-    misfit = protocol.mismatch(answer)
-    if misfit:
-        engine.unfit(misfit)
-        raise LegFailed(engine, "prefill", "mismatch", misfit)
-    if protocol.learn is None:
-        return answer
-    learned, expected = protocol.learn(answer), one.ids.prefill.identity
-    engine.learned(learned)
-    if expected is not None and learned != expected:
-        text = "another process or data-parallel rank has answered, or nothing was handed over"
-        raise LegFailed(engine, "prefill", "unpaired", text)
-    return answer
 
 
 async def _relay(
@@ -166,7 +134,7 @@ async def _relay(
     on_first()
     await client.start(response.status, head)
     if changes is not None:
-        await _changed(client, response, changes, data)
+        await _changed(client, response, changes.shows, data)
     else:
         await _unchanged(client, response, data)
     await client.finish()
@@ -190,12 +158,16 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
         await break_off(client, exc, whole=response.is_stream and ends_event(last))
 
 
-async def _changed(client: Client, response: EngineAnswer, leg: Leg, data: bytes) -> None:
-    reader = EventReader(response, begun=data)
+async def _changed(
+    client: Client, response: EngineAnswer, change: Callable[[bytes], bytes], data: bytes = b""
+) -> None:
+    """Event by event. data: the bytes that have arrived."""
     try:
+        reader = EventReader(response, begun=data or await until_output(response))
+        response.shown = True
         while events := await reader.next():
-            await client.write(leg.shows(events))
-    except LegFailed as exc:
+            await client.write(change(events))
+    except (LegFailed, Final, MalformedEvent) as exc:
         await break_off(client, exc, whole=True)
 
 
@@ -211,77 +183,33 @@ async def break_off(client: Client, why: object, *, whole: bool) -> None:
     raise Broken(str(why))
 
 
-async def _first_token(one: RequestAttempt) -> None:
-    """The first token comes from the prefill engine, and all others from the
-    decode engine: `first_token.py` joins them."""
-    prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
-    body, client = one.job.request.body, one.job.client
-    first, second = protocol.prefill(body, one.ids), protocol.decode(body, one.ids, None)
-    merge, ends = FirstTokenMerge(), prefill.ends
-    with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
-        prefilling = one.start(one.open(prefill, "prefill", first), "prefill leg")
-        decoding = one.start(one.open(engine, "decode", second), "decode leg")
-        try:
-            async with asyncio.timeout(one.parts.config.prefill_timeout_s):
-                await _first_tokens(one, prefilling, decoding, merge, first)
-            computed()
-            prefill.handed(True)
-            one.sent(prefill)
-            one.stays(ends, streams=True)
-            await _other_tokens(one, await decoding, merge, second)
-        except (LegFailed, Final, MalformedEvent, TimeoutError) as exc:
-            if client.started:
-                await end_tasks(prefilling, decoding)  # the client's end would interrupt it later
-                await break_off(client, exc, whole=True)
-            if isinstance(exc, LegFailed | Final):
-                raise
-            kind = "timeout" if isinstance(exc, TimeoutError) else "malformed"
-            raise LegFailed(prefill, "prefill", kind, str(exc)) from exc
-        await client.finish()
-    one.sent(engine)
+async def _first_token(one: RequestAttempt) -> tuple[FirstTokenMerge, bytes]:
+    """A prefill leg whose token is shown, and what the client gets of it. Raises LegFailed,
+    Final."""
+    merge = FirstTokenMerge()
+    await one.prefilled()
+    try:
+        shown = merge.from_prefill(one.prefill_events)
+    except MalformedEvent as exc:
+        raise LegFailed(one.prefill, "prefill", "malformed", str(exc)) from exc
+    if not merge.begun:
+        raise LegFailed(one.prefill, "prefill", "unpaired", "no token")
+    return merge, shown
 
 
-async def _first_tokens(
-    one: RequestAttempt,
-    prefilling: _Opening,
-    decoding: _Opening,
-    merge: FirstTokenMerge,
-    leg: Leg,
+async def _joined(
+    one: RequestAttempt, merge: FirstTokenMerge, shown: bytes, response: EngineAnswer, leg: Leg
 ) -> None:
-    """The whole prefill leg. What comes before the first token is held back: until then, another
-    engine can be asked. Raises LegFailed, Final, MalformedEvent."""
-    await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-    if not prefilling.done():
-        decoding.result()
-        await asyncio.wait({prefilling})
-    response = prefilling.result()
-    client, held, reader = one.job.client, b"", EventReader(response)
-    while events := await reader.next_without_error():
-        held += merge.from_prefill(leg.shows(events))
-        if not held or not (merge.begun or len(held) > LIMIT_BYTES):
-            continue
-        if not client.started:
-            if decoding.done():
-                decoding.result()  # raises its failure while another engine can be asked
-            one.begins("disaggregated")
-            head = headers.to_client(response.headers, response.engine.name)
-            head.popall("content-length", None)
-            response.shown = True
-            await client.start(200, head)
-        shown, held = held, b""
-        await client.write(shown)
-    if not client.started:
-        raise LegFailed(response.engine, "prefill", "unpaired", "no token")
-
-
-async def _other_tokens(
-    one: RequestAttempt, response: EngineAnswer, merge: FirstTokenMerge, leg: Leg
-) -> None:
-    """The whole decode leg. Raises LegFailed, Final, MalformedEvent."""
-    reader = EventReader(response, begun=await until_output(response))
-    response.shown = True
-    while events := await reader.next():
-        await one.job.client.write(merge.from_decode(leg.shows(events)))
+    """The first token comes from the prefill engine, and all others from the decode engine:
+    `first_token.py` joins them. Raises Broken, ClientGone."""
+    client = one.job.client
+    one.begins("disaggregated")
+    head = headers.to_client(response.headers, response.engine.name)
+    head.popall("content-length", None)
+    await client.start(response.status, head)
+    await client.write(shown)
+    await _changed(client, response, lambda events: merge.from_decode(leg.shows(events)))
+    await client.finish()
 
 
 ORDERS: Mapping[LegOrder, Callable[[RequestAttempt], Coroutine[Any, Any, None]]] = {

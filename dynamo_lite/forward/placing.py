@@ -4,6 +4,7 @@ The score is that of the KV-aware router (`routing/kv_routing.py`). What differs
 an engine is assumed to hold the prompts that this process sent to it.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -12,21 +13,13 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.prompts import (
-    BLOCK_BYTES,
-    BYTES_PER_TOKEN,
-    no_prefill_reason,
-    text_chain,
-    tokens_of,
-)
+from dynamo_lite.forward.prompts import BLOCK_BYTES, BYTES_PER_TOKEN, text_chain, tokens_of
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.forwarding import LegCandidate, LegChoice
+from dynamo_lite.protocol.forwarding import LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.routing.kv_chain import ChainHash
 from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
 
-#: Candidates of a choice that `explain` shows.
-_SHOWN = 8
 _KV_WEIGHT = KvRoutingOptions().kv_weight
 
 
@@ -69,7 +62,7 @@ class Placer:
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol = engines, engines.protocol
         self._limit = config.max_local_prefill_length
-        self._turn = 0
+        self._turns = itertools.count(1)
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
@@ -85,12 +78,12 @@ class Placer:
         decode, choice = self._choose_decode(tried.decode, matched, alone, computes=computes)
         prefilling = [engine for engine in prefilling if engine is not decode]
         if not alone and decode.decodes_alone:
-            alone = no_prefill_reason(
-                prompt_tokens=tokens,
-                cached_tokens=matched[decode.number],
-                prefill_engines=len(prefilling),
-                max_local_prefill_length=self._limit,
-            )
+            if not prefilling:
+                alone = "no_prefill_worker"
+            elif self._limit and tokens - matched[decode.number] <= self._limit:
+                # The decode workers' rule (`disagg/decision/rule.py`) without a queue: stock
+                # engines do not say how long theirs is.
+                alone = "short" if tokens <= self._limit else "cached"
         prefill, legs = None, [(decode, choice)]
         if not alone:
             prefill, first = self._choose("prefill", prefilling, matched)
@@ -186,8 +179,13 @@ class Placer:
         """able: at least one. by_prefix: whether what they hold counts, beside load."""
         roomy = [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
         weight = _KV_WEIGHT if by_prefix else 0.0
-        scores = {one.number: weight * matched[one.number] - one.load_tokens for one in roomy}
-        chosen = min(roomy, key=lambda one: (-scores[one.number], one.turns.get(leg, 0)))
+        chosen = min(
+            roomy,
+            key=lambda one: (
+                one.load_tokens - weight * matched[one.number],
+                one.turn,
+            ),
+        )
         longest = max(matched[one.number] for one in able)
         if len(able) == 1:
             reason = "only"
@@ -195,24 +193,17 @@ class Placer:
             reason = "load"
         else:
             reason = "prefix" if matched[chosen.number] == longest else "balance"
-        shown = [chosen, *(one for one in able[: _SHOWN + 1] if one is not chosen)][:_SHOWN]
-        candidates = [
-            LegCandidate(
-                engine=one.name,
-                matched_tokens=matched[one.number],
-                load_tokens=one.load_tokens,
-                kv_usage=one.kv_usage,
-                score=scores.get(one.number),
-            )
-            for one in shown
-        ]
         return chosen, LegChoice(
-            leg=leg, engine=chosen.name, reason=reason, candidates=candidates, of=len(able)
+            leg=leg,
+            engine=chosen.name,
+            reason=reason,
+            of=len(able),
+            matched_tokens=matched[chosen.number],
+            load_tokens=chosen.load_tokens,
+            kv_usage=chosen.kv_usage,
         )
 
     def _took(self, engine: KnownEngine, choice: LegChoice) -> None:
         """The engine has its turn."""
         self.choices[choice.leg, choice.reason] += 1
-        if choice.of > 1:
-            self._turn += 1
-            engine.turns[choice.leg] = self._turn
+        engine.turn = next(self._turns)

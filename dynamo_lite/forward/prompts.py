@@ -1,6 +1,4 @@
-"""What is known of a prompt, and whether it gets a prefill leg. Prompts are text here, not tokens,
-so amounts are estimates.
-"""
+"""What is known of a prompt. Prompts are text here, not tokens, so amounts are estimates."""
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,19 +22,3 @@ def text_chain(prompt: bytes) -> list[ChainHash]:
 def tokens_of(prompt: bytes) -> int:
     """Estimates the number of tokens of a prompt."""
     return -(-len(prompt) // BYTES_PER_TOKEN)
-
-
-def no_prefill_reason(
-    *, prompt_tokens: int, cached_tokens: int, prefill_engines: int, max_local_prefill_length: int
-) -> str:
-    """Why the prompt gets no prefill leg; empty if it gets one. It is the decode workers' rule
-    (`disagg/decision/rule.py`) without a queue: stock engines do not say how long theirs is.
-
-    max_local_prefill_length: 0 sends every prompt to a prefill engine, however short.
-    """
-    if not prefill_engines:
-        return "no_prefill_worker"
-    limit = max_local_prefill_length
-    if not limit or prompt_tokens - cached_tokens > limit:
-        return ""
-    return "short" if prompt_tokens <= limit else "cached"

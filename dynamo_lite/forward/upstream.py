@@ -1,7 +1,8 @@
 """HTTP requests to engines, over connections that are kept and used again.
 
-This is a special client, because a Forwarder mainly passes on pieces of answers. With a general
-client, which has a stream reader of its own, a token costs several times as much.
+This is a special client, because a Forwarder mainly passes on pieces of answers. With aiohttp's,
+which has a stream reader of its own, a request takes twice as many instructions
+(docs/forwarding.md#cost).
 """
 
 import asyncio
@@ -18,11 +19,6 @@ from dynamo_lite.forward.failures import LegFailed, LegKind
 from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
-#: Longest time without any byte of an answer once connections to the engine are refused: a server
-#: that ends may leave requests hanging.
-LEFT_S = 10.0
-#: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
-_KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: A connect timeout that comes so much too late, as a share of itself, says that this process has
 #: stood still, and nothing about the engine: it is tried again.
@@ -98,28 +94,14 @@ class Upstream:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
 
-    def give_up(
-        self, engine: KnownEngine, why: str, *, shown: bool = False, silent_s: float = 0.0
-    ) -> int:
-        """Breaks off the engine's answers that have been silent for so long; to their readers, the
-        connection was lost. shown: also those of which a client has a part. Returns how many."""
-        until = asyncio.get_running_loop().time() - silent_s
-        answers = [
-            answer
-            for one in self._open
-            if not one.paused and (answer := one.answer) is not None and answer.engine is engine
-            if (shown or not answer.shown) and answer.touched <= until
-        ]
-        for answer in answers:
-            answer.lost(why)
-        return len(answers)
-
     def _kept(self, place: _Place) -> UpstreamConnection | None:
         """An idle connection that may be used again."""
-        for connection in reversed(self._idle.get(place, [])):
+        idle = self._idle.get(place, [])
+        while idle:
+            connection = idle.pop()
             if connection.usable:
-                self._lost_idle(place, connection)
                 return connection
+            connection.abort()
         return None
 
     async def _connect(
@@ -144,27 +126,21 @@ class Upstream:
                 # Other ports of an engine may refuse while it works.
                 is_own = address == engine.address
                 if isinstance(exc, ConnectionRefusedError) and is_own:
-                    engine.ended()
-                    why = "silent, and the engine refuses connections"
-                    self.give_up(engine, why, shown=True, silent_s=LEFT_S)
+                    engine.ended("it refuses connections", refuses=True)
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open.add(connection)
             return connection
 
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
         self._idle.setdefault(place, []).append(connection)
-        connection.close_later(_KEEP_ALIVE_S)
 
     def _lost(self, place: _Place, connection: UpstreamConnection) -> None:
         self._open.discard(connection)
-        self._lost_idle(place, connection)
-
-    def _lost_idle(self, place: _Place, connection: UpstreamConnection) -> None:
         idle = self._idle.get(place, [])
         if connection in idle:
             idle.remove(connection)
-            if not idle:
-                del self._idle[place]
+        if not idle:
+            self._idle.pop(place, None)
 
 
 def _head(

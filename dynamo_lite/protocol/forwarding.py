@@ -37,32 +37,22 @@ ProtocolName = Literal[
 ]
 
 
-class LegCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that could have taken a leg. Amounts are estimated tokens."""
+class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine was to take a leg, and why. Amounts are estimated tokens."""
 
+    #: prefill or decode.
+    leg: Word
     #: HOST:PORT.
     engine: Text
-    #: Tokens of the prompt that are assumed to be in its prefix cache.
+    #: As in the metric `dynamo_lite_forward_choices_total`.
+    reason: Word
+    #: Number of engines that could have taken it.
+    of: Natural = 0
+    #: Tokens of the prompt that are assumed to be in the engine's prefix cache.
     matched_tokens: Natural = 0
     #: Tokens that it computes before this prompt.
     load_tokens: int = 0
     kv_usage: float = 0.0
-    #: The larger, the better; None: the choice did not weigh it.
-    score: float | None = None
-
-
-class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine was to take a leg, and why."""
-
-    #: prefill or decode.
-    leg: Word
-    engine: Text
-    #: As in the metric `dynamo_lite_forward_choices_total`.
-    reason: Word
-    #: The chosen one, and the first of the others.
-    candidates: list[LegCandidate] = []
-    #: Number of all candidates.
-    of: Natural = 0
 
 
 class LegTaken(msgspec.Struct, kw_only=True):

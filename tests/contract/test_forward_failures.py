@@ -17,13 +17,12 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.engines import EMPTY_LEGS, MISFIT_S
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.orders import break_off
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.protocol.forwarding import ForwardAttempt
+from dynamo_lite.protocol.forwarding import ForwardAttempt, LegTaken
 from dynamo_lite.runtime.listening import bind
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
@@ -87,15 +86,21 @@ async def slow(engine: ScriptedEngine | None, **fault: Any) -> AsyncIterator[Non
 
 @contextlib.contextmanager
 def handover_begins() -> Iterator[asyncio.Event]:
-    """Set when the Forwarder has a prefill engine's answer, and looks whether that engine stays."""
-    begun, stays = asyncio.Event(), RequestAttempt.stays
+    """Set when the Forwarder has a prefill engine's answer, or the first token in it."""
+    begun, leg_ends = asyncio.Event(), RequestNote.leg_ends
+    begins = RequestAttempt.begins
 
-    def noted(one: RequestAttempt, *args: Any, **options: Any) -> None:
-        stays(one, *args, **options)
+    def ends(note: RequestNote, taken: LegTaken, failure: str = "") -> None:
+        leg_ends(note, taken, failure)
+        begun.set()
+
+    def first(one: RequestAttempt, how: str, reason: str = "") -> None:
+        begins(one, how, reason)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestAttempt, "stays", noted)
+        patch.setattr(RequestNote, "leg_ends", ends)
+        patch.setattr(RequestAttempt, "begins", first)
         yield begun
 
 
@@ -211,32 +216,11 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         assert (await r.ask())[0] == 500
 
 
-@pytest.mark.parametrize("fields", [{}, {"prompt": ["a", "b"]}, {"n": 2}])
-async def test_a_prefill_stream_may_last_as_long_as_the_request(fields: dict[str, Any]):
-    """The decode engine has the KV of a sequence that it shows, not yet that of the others."""
-    async with rig("sglang", prefill_timeout_s=0.3) as r:
-        late, good = r.prefill[0], r.decode[0]
-        begins(late, asyncio.Event())
-        seen = asyncio.Event()
-        good.faults.append(Fault("mid_stream", seen=seen))
-        async with (
-            asyncio.timeout(8),
-            r.session.post(f"{r.url}{COMPLETIONS}", json={**STREAMED, **fields}) as answer,
-        ):
-            assert b" t0" in await answer.content.readany()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(late.legs[0].aborted.wait(), 1.0)
-            seen.set()
-            with pytest.raises(aiohttp.ClientPayloadError):  # the script cuts it
-                await answer.read()
-            await late.legs[0].aborted.wait()
-        assert r.forwarding.stats.failures == {} and len(good.legs) == 1
-
-
 #: An error in a prefill leg's stream, as it may be cut into pieces, or come after other events.
 ERROR = b'data: {"error": {"message": "scripted"}}\n\n'
 SGLANG_ERROR = b"data: {'error': {'message': 'scripted'}}\n\n"
 ROLE = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n'
+TOKEN = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": " t9"}}]}\n\n'
 FAILING = {
     "cut": (),
     "event": (ERROR,),
@@ -244,6 +228,7 @@ FAILING = {
     "split": (SGLANG_ERROR[:9], SGLANG_ERROR[9:]),
     "later, split": (ROLE + ERROR[:4], ERROR[4:-1], ERROR[-1:]),
     "without an end": (ROLE, ERROR[:-2]),
+    "after a token": (TOKEN, ERROR),
     "later, CRLF": (ROLE.replace(b"\n", b"\r\n"), ERROR.replace(b"\n", b"\r\n")),
     # The blank line is cut at each place.
     "line ends split, CRLF": (
@@ -268,7 +253,7 @@ async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str
             bad.handover = anything
             async with asyncio.timeout(15):
                 shown = await r.stream(route=CHAT)
-        assert b"[DONE]" in shown and b"scripted" not in shown
+        assert b"[DONE]" in shown and b"scripted" not in shown and b"t9" not in shown
         assert sum(r.forwarding.stats.failures.values()) == 1
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
@@ -322,50 +307,12 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
         assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
 
 
-async def test_an_engine_that_never_hands_over_gets_no_legs_for_a_while():
-    """Each leg would compute the prompt, and its KV would not be used, as without a connector."""
-    async with rig("nixl", prefill=2) as r:
-        given = r.prefill[0].handover
-        r.prefill[0].handover = anything
-        for _ in range(2 * EMPTY_LEGS + 4):
-            assert await r.text() == TEXT
-        # The other engine takes its place.
-        assert len(r.prefill[0].legs) == EMPTY_LEGS
-        assert len(r.prefill[1].legs) == EMPTY_LEGS + 4
-        assert r.answered["alone", "no_handoff"] == EMPTY_LEGS
-        assert r.answered["disaggregated", ""] == EMPTY_LEGS + 4
-        assert "handed nothing over" in r.engines.all[0].misfit
-        await r.check()
-        assert not r.engines.all[0].can_prefill
-        # After a while one leg is enough, as long as it has no connector.
-        for fits in (False, True):
-            if fits:
-                r.prefill[0].handover = given
-            r.engines.all[0].misfit_at -= MISFIT_S
-            assert r.engines.all[0].can_prefill
-            for _ in range(2):
-                assert await r.text() == TEXT
-            assert bool(r.engines.all[0].misfit) is not fits
-        assert len(r.prefill[0].legs) == EMPTY_LEGS + 2
-        assert r.engines.all[0].empty_legs == 0
-
-
-async def test_legs_that_hand_nothing_over_now_and_then_change_nothing():
+async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
     async with rig("nixl") as r:
-        given = r.prefill[0].handover
-        for _ in range(2):
-            r.prefill[0].handover = anything
-            for _ in range(EMPTY_LEGS - 1):
-                assert await r.text() == TEXT
-            assert r.decode[0].legs[-1].params is None
-            r.prefill[0].handover = given
-            assert await r.text() == TEXT
-        assert r.answered["disaggregated", ""] == 2
-        # Their first token may end the sequence.
         r.prefill[0].handover = anything
-        for _ in range(EMPTY_LEGS + 1):
-            await r.ask({"model": "m", "input": "x"}, route="/v1/responses")
-        assert r.engines.all[0].can_prefill and r.engines.all[0].misfit == ""
+        assert await r.text() == TEXT
+        assert r.decode[0].legs[-1].params is None
+        assert r.answered == {("alone", "no_handoff"): 1}
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
@@ -381,6 +328,8 @@ async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, eng
         # Each engine is asked once.
         assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
         assert "transfer_mode" in r.engines.all[0].misfit and engines in r.engines.all[0].misfit
+        await r.check()
+        assert not r.engines.all[0].can_prefill
         # Started again, with the other connector.
         for engine in (*r.prefill, *r.decode):
             await engine.stop()
@@ -435,13 +384,13 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
                 assert await asked
             await aborted(r.decode[0].legs[0])
         assert r.answered["alone", "prefill_failed"] == 1
-        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
         assert await r.text() == TEXT
         assert r.answered["disaggregated", ""] == 2
 
 
-#: The decode engine waits until the prefill engine has sent its KV, after its answer.
-WAITING = [name for name in PARALLEL if not PROTOCOLS[name].first_token_from_prefill]
+#: Those of which there may be several prefill engines.
+WAITING = [name for name in PARALLEL if name != "neuron-static"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -455,7 +404,7 @@ async def test_a_prefill_engine_that_ends_after_its_answer_is_not_waited_for(
         for _ in r.prefill:
             await warm(r)
         await ends_after_its_answer(r, stream)
-        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
+        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
         assert r.answered.get(("alone", "prefill_failed"), 0) == (not pair)
 
 
@@ -489,54 +438,17 @@ async def ends_after_its_answer(r: Rig, stream: bool) -> None:
     await aborted(r.decode[0].legs[0])
 
 
-async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_only(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The decode engine has the KV by then."""
-    monkeypatch.setattr("dynamo_lite.forward.attempt._WHOLE_S", 0.05)
-    async with rig("mooncake", health_interval_s=0.01) as r:
-        await warm(r)
-        one = r.prefill[0]
-        async with slow(r.decode[0]):
-            with handover_begins() as begun:
-                asked = asyncio.create_task(r.text())
-                await until(1, r.decode[0])
-                async with asyncio.timeout(5):
-                    await begun.wait()
-            await asyncio.sleep(0.2)  # four times as long as it depends on the engine
-            one.bootstrap_ids = {"0": {"engine_id": "another"}}
-            await r.check()
-            await one.stop()
-            await r.check()
-            await asyncio.sleep(0.1)  # ten looks whether it stays
-            assert not r.decode[0].legs[0].aborted.is_set()
-        assert await asked == TEXT
-        assert not r.forwarding.stats.failures
-
-
 # Neuron: the first token is the prefill engine's.
 
 
-@pytest.mark.parametrize("how", ["an error", "a decode 4xx", "the prefill engine ends", "later"])
-async def test_what_fails_after_the_first_token_breaks_the_answer_off(how: str):
+async def test_what_fails_after_the_first_token_breaks_the_answer_off():
     """The token is shown already, so neither a status nor another engine's tokens could follow."""
     async with rig("neuron-dynamic", health_interval_s=0.05) as r:
         await warm(r)
-        bad, hold = r.prefill[0], asyncio.Event()
-        if how in ("the prefill engine ends", "later"):
-            r.decode[0].keep_alive = b": keep-alive" if how == "later" else b""
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await ends_after_its_answer(r, stream=True)
-            assert r.forwarding.stats.broken == 1
-            return
-        bad.handover = r.decode[0].handover = anything
-        if how == "an error":
-            token = b'data: {"id": "x", "choices": [{"index": 0, "text": " t0"}]}\n\n'
-            says(bad, token, ERROR)
-        else:
-            r.decode[0].faults.append(Fault("status", 400, hold=hold))
-        shown = await broken_off(r, until=b" t0", then=hold)
-        assert b" t0" in shown and b" t1" not in shown
+        r.decode[0].keep_alive = b": keep-alive"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await ends_after_its_answer(r, stream=True)
+        assert r.forwarding.stats.broken == 1
 
 
 async def test_a_first_token_that_is_the_last_is_shown_once():

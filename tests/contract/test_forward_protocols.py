@@ -112,24 +112,17 @@ async def test_the_prefill_leg_asks_for_one_token_of_the_same_prompt(name: str):
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/embeddings"])
 async def test_clients_cannot_hand_over_by_themselves(route: str):
-    """On any route, and in a body that only Python's parser accepts."""
+    """On any route. A body that only an engine's parser might read is refused."""
     async with rig() as r:
         params = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
         forged = {"kv_transfer_params": params, "bootstrap_host": "10.0.0.9"}
         await r.ask({**COMPLETION, **forged}, route=route)
-        odd = b'{"prompt": "p", "temperature": NaN, "kv_transfer_params": {"a": 1}}'
-        await r.ask(data=odd, route=route)
         assert "10.0.0.9" not in str([leg.body for leg in r.fleet.legs])
-        assert r.forwarding.stats.removed_fields == 3
-
-
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/embeddings"])
-async def test_a_body_that_is_too_deep_reaches_no_engine(route: str):
-    deep = b"[" * 100_000 + b"]" * 100_000
-    async with rig() as r:
-        data = b'{"prompt": "p", "x": %b, "kv_transfer_params": {"a": 1}}' % deep
-        status, answer = await r.ask(data=data, route=route)
-        assert status == 400 and "nested too deeply" in answer["error"]["message"]
+        assert r.forwarding.stats.removed_fields == 2
+        r.fleet.legs.clear()
+        odd = b'{"prompt": "p", "temperature": NaN, "kv_transfer_params": {"a": 1}}'
+        status, answer = await r.ask(data=odd, route=route)
+        assert status == 400 and "strict JSON" in answer["error"]["message"]
         assert r.fleet.legs == [] and r.forwarding.stats.refused == {400: 1}
 
 

@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from dynamo_lite.cli.sidecar_command import SidecarProtocol
-from dynamo_lite.forward import engines as known_engines
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
@@ -230,9 +229,7 @@ async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
-async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_while(
-    name: str, engines: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs(name: str, engines: str):
     """Each leg would reserve blocks of it that no decode engine takes."""
     async with beside(name, prefill=2, metrics_port=reserved_port()) as b:
         for engine in (*b.prefill, *b.decode):
@@ -249,11 +246,23 @@ async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs_for_a_whil
             engine.handover = HANDOVERS[name]
         assert await b.text(b.header(0, 1)) == TEXT
         assert b.legs() == [1, 1]
-        # After a while it is asked again: it was started with the other connector.
-        monkeypatch.setattr(known_engines, "MISFIT_S", 0.0)
+
+        async def trouble() -> str:
+            return json.loads(await b.own("/health"))["engines"][b.prefill[0].address]["trouble"]
+
+        async def refuses() -> bool:
+            return "refused" in await trouble()
+
+        async def is_used() -> bool:
+            return not await trouble()
+
+        # It is started again, with the other connector.
+        await b.prefill[0].stop()
+        await eventually(refuses)
+        await b.prefill[0].start()
+        await eventually(is_used)
         assert await b.text(b.header()) == TEXT
         assert b.legs() == [2, 1]
-        assert json.loads(await b.own("/health"))["engines"][b.prefill[0].address]["trouble"] == ""
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():

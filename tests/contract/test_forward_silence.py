@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dynamo_lite.forward import health
+from dynamo_lite.forward import engines, health
 from dynamo_lite.forward.engines import KnownEngine
 from tests.builders import eventually
 from tests.forwarding import TEXT, Rig, rig
@@ -62,7 +62,7 @@ async def quick(
     """All engines are healthy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health, "CHECK_S", timeout_s)
-        patch.setattr(health, "SILENCE_S", 2 * timeout_s)
+        patch.setattr(engines, "SILENCE_S", 2 * timeout_s)
         async with asyncio.timeout(90), rig(protocol, health_interval_s=0.05, **options) as r:
             while not all(engine.usable for engine in r.engines.all):
                 await r.check()

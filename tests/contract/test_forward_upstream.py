@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.forward import upstream
+from dynamo_lite.forward import engines
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import LegFailed
@@ -361,7 +361,7 @@ async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_f
             await served.say(b"1\r\na\r\n")
         await served.say(b"0\r\n\r\n")
 
-    monkeypatch.setattr(upstream, "LEFT_S", 1.0)
+    monkeypatch.setattr(engines, "SILENCE_S", 1.0)
     async with world(goes_on, says(hangs=True)) as w:
         draining = await w.open()
         hanging = asyncio.create_task(w.open("POST", body=b"{}"))
@@ -381,11 +381,12 @@ async def test_another_port_of_an_engine_may_refuse_while_it_works():
         with fails("refused"):
             other = "127.0.0.1", reserved_port()
             await w.upstream.fetch(w.engine, "/", within_s=5, at=other)
-        assert w.engine.ends == 0
+        ended: list[tuple[str, bool]] = []
+        w.engine.on_end.add(lambda *how: ended.append(how))
         w.server.close()
         with fails("refused"):
             await w.get()
-        assert w.engine.ends == 1
+        assert ended == [("it refuses connections", True)]
 
 
 async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
@@ -398,7 +399,9 @@ async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-async def test_only_answers_of_which_nothing_was_shown_are_given_up():
+async def test_only_answers_of_which_nothing_was_shown_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
     end = asyncio.Event()
 
     async def streams(served: Served) -> None:
@@ -414,7 +417,10 @@ async def test_only_answers_of_which_nothing_was_shown_are_given_up():
         hanging = asyncio.create_task(w.open("POST", body=b"{}"))
         await eventually(lambda: len(w.requests) >= 4)
         assert 0 < w.engine.heard_at <= asyncio.get_running_loop().time()
-        assert w.upstream.give_up(w.engine, "silent") == 3
+        w.engine.ended("it moves")  # they have not been silent for long
+        monkeypatch.setattr(engines, "SILENCE_S", 0.0)
+        w.engine.ended("silent")
+        assert len(w.engine.on_end) == 1
         for failing in (hanging, held_back.read(), headed.read()):
             with fails("broken"):
                 await failing

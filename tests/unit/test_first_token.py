@@ -110,8 +110,6 @@ def test_log_probabilities_of_the_first_token_are_shown_once():
             [ROLE, delta("stop", content="No, never")],
             "Yes never",
         ),
-        # The decode engine's first token is "Hel"; what follows is not the first token.
-        ([text("Hello", "length")], [text("Hel"), text("p"), text(" me", "stop")], "Hellop me"),
     ],
 )
 def test_the_text_is_that_of_one_answer(prefill: list[Event], decode: list[Event], expected: str):

@@ -15,7 +15,7 @@ from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import CannotServe, Placer, Tried
-from dynamo_lite.forward.prompts import BLOCK_BYTES, no_prefill_reason, text_chain
+from dynamo_lite.forward.prompts import BLOCK_BYTES, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
@@ -81,7 +81,7 @@ async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
     models[first] = "new"
     await checked()
     assert "it serves new and not old" in first.trouble
-    second.answered_at -= 61.0
+    second.heard_at -= 61.0
     await checked()
     assert first.usable
     models[second] = "old"
@@ -115,22 +115,8 @@ def test_a_full_engine_gets_nothing_while_another_has_room():
     full, busy = engines.all
     full.kv_usage, busy.waiting_tokens = 0.99, 9
     assert chosen(one, 2) == [1, 1]
-    [choice] = one.place(request(), Tried()).choices
-    assert [shown.score for shown in choice.candidates] == [-9, None]
     busy.kv_usage = 0.99
     assert chosen(one) == [0]
-
-
-def test_a_choice_shows_the_chosen_engine_and_some_others():
-    one, engines = placer(*["decode"] * 10)
-    for engine in engines.all[:9]:
-        engine.waiting_tokens = 1
-    [choice] = one.place(request(), Tried()).choices
-    assert (choice.engine, choice.of) == ("e:10", 10)
-    assert [shown.engine for shown in choice.candidates] == [
-        "e:10",
-        *(f"e:{n + 1}" for n in range(7)),
-    ]
 
 
 async def test_engines_hold_the_prompts_that_they_were_sent():
@@ -138,14 +124,13 @@ async def test_engines_hold_the_prompts_that_they_were_sent():
     engine = engines.all[1]
 
     def held(prompt: str) -> list[int]:
-        """Of each engine, in tokens."""
-        [choice] = one.place(request(prompt=prompt), Tried()).choices
-        found = {shown.engine: shown.matched_tokens for shown in choice.candidates}
-        return [found[engine.name] for engine in engines.all]
+        """Of each engine, in blocks."""
+        found = engines.index.match(text_chain(request(prompt=prompt).prompt))
+        return [found.get(engine.number, 0) for engine in engines.all]
 
     prompt = "".join(map(chr, range(35, 90))) * 20
     one.sent(engine, one.place(request(prompt=prompt), Tried()))
-    full = (1 + len(prompt)) // BLOCK_BYTES * BLOCK_BYTES // 4
+    full = (1 + len(prompt)) // BLOCK_BYTES
     assert held(prompt + "x" * 300) == [0, full]
     assert held("y" + prompt) == [0, 0]
     assert text_chain(b"x" * (BLOCK_BYTES - 1)) == []
@@ -154,33 +139,19 @@ async def test_engines_hold_the_prompts_that_they_were_sent():
     assert held(prompt) == [0, 0]
     placed = one.place(request(prompt=prompt), Tried())
     one.sent(engine, placed)
-    assert len(engines.index) == full * 4 // BLOCK_BYTES
+    assert len(engines.index) == full
     engines.remove(engine)
     one.sent(engine, placed)  # a leg that was open then has ended
     assert len(engines.index) == 0
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompt", "cached", "engines", "reason"),
-    [
-        (0, 1, 1, 1, ""),
-        (0, 9, 0, 0, "no_prefill_worker"),
-        (100, 100, 0, 1, "short"),
-        (100, 101, 0, 1, ""),
-        (100, 500, 450, 1, "cached"),
-        (100, 500, 450, 0, "no_prefill_worker"),
-    ],
+    ("limit", "tokens", "alone"), [(100, 100, "short"), (100, 101, ""), (0, 1, "")]
 )
-def test_which_prompts_get_a_prefill_leg(
-    limit: int, prompt: int, cached: int, engines: int, reason: str
-):
-    found = no_prefill_reason(
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        prefill_engines=engines,
-        max_local_prefill_length=limit,
-    )
-    assert found == reason
+def test_which_prompts_get_a_prefill_leg(limit: int, tokens: int, alone: str):
+    one, _ = placer("prefill", "decode", max_local_prefill_length=limit)
+    asked = request(prompt="x" * (4 * tokens - 2))  # in quotes
+    assert one.place(asked, Tried()).alone == alone
 
 
 def test_load_is_read_of_vllm_and_sglang():

@@ -182,8 +182,8 @@ FORWARDED = forwarding.ForwardExplained(
                             leg="prefill",
                             engine="a:1",
                             reason="load",
-                            candidates=[forwarding.LegCandidate(engine="a:1", score=-1.0)],
                             of=1,
+                            load_tokens=32,
                         )
                     ],
                     legs=[forwarding.LegTaken(leg="prefill", engine="a:1", status=200)],

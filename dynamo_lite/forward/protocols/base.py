@@ -136,8 +136,6 @@ class ForwardProtocol:
     decodes_alone: bool = True
     #: Whether one request may have several sequences (`n`, lists of prompts).
     batches: bool = False
-    #: Whether a streaming client's prefill leg streams too.
-    prefill_streams: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
     #: Serial only: whether the prefill leg contains the decode engine's address, so that no other

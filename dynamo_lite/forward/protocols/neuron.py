@@ -62,7 +62,6 @@ STATIC = ForwardProtocol(
     # It waits for the KV of every request.
     decodes_alone=False,
     batches=True,
-    prefill_streams=True,
     first_token_from_prefill=True,
 )
 

@@ -1,6 +1,5 @@
 """The body of a prefill leg: the client's, limited to one token."""
 
-import json
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +18,7 @@ def one_token(body: Body, route: str) -> Body:
     one["stream"] = False
     if route == TOKENS:
         one["sampling_params"] = {
-            **sampling_params(body),
+            **(object_of(body.get("sampling_params")) or {}),
             "max_tokens": 1,
             "min_tokens": 1,
         }
@@ -35,11 +34,6 @@ def one_token(body: Body, route: str) -> Body:
     return one
 
 
-def sampling_params(body: Body) -> dict[str, Any]:
-    """The object of that name, decoded; empty when it is no object."""
-    return object_of(body.get("sampling_params")) or {}
-
-
 def object_of(value: Any) -> dict[str, Any] | None:
     """A body's value, decoded, if it is an object."""
     found = plain(value)
@@ -47,13 +41,8 @@ def object_of(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """A body's value, decoded; also what only Python's own parser accepts (NaN)."""
-    if not isinstance(value, msgspec.Raw):
-        return value
-    try:
-        return msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return json.loads(bytes(value), parse_int=_integer)
+    """A body's value, decoded. Raises ValueError for numbers that are too large."""
+    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
 
 
 def prefill_answer(data: bytes) -> PrefillAnswer:
@@ -65,11 +54,3 @@ def prefill_answer(data: bytes) -> PrefillAnswer:
         return PrefillAnswer()
     msgspec.json.decode(answer.kv_transfer_params)  # as raw JSON, it was only skipped
     return answer
-
-
-def _integer(digits: str) -> int | float:
-    """Infinity for more digits than Python decodes (4300)."""
-    try:
-        return int(digits)
-    except ValueError:
-        return float(digits)

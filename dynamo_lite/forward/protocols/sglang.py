@@ -43,5 +43,4 @@ BOOTSTRAP = ForwardProtocol(
     # An engine in disaggregation mode `decode` has no prefill at all.
     decodes_alone=False,
     batches=True,
-    prefill_streams=True,
 )
