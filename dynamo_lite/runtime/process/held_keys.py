@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.runtime.retry import START_WAIT_S, retry_while_unavailable
-from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Lease, Store, changes
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ class HeldKeys:
         self._keys: dict[str, bytes | None] = {}
         #: Held while the store is asked to change a key, so that no older value comes last.
         self._changing = asyncio.Lock()
-        self._guard: asyncio.Task[None] | None = None
+        #: Keys with a task that watches them.
+        self._guarded: set[str] = set()
         self._deleter: asyncio.Task[None] | None = None
 
     def held(self) -> list[str]:
@@ -43,8 +44,9 @@ class HeldKeys:
                 self._keys[key] = value
 
         await retry_while_unavailable(put, within_s=within_s)
-        if self._guard is None or self._guard.done():
-            self._guard = self._spawn(self._guard_keys(), f"guard {key}")
+        if key not in self._guarded:
+            self._guarded.add(key)
+            self._spawn(self._guard(key), f"guard {key}")
 
     async def release(self, *keys: str) -> bool:
         """Deletes keys. Returns whether they are gone: if the store is unavailable, they are
@@ -75,47 +77,31 @@ class HeldKeys:
             if await self._delete_released():
                 return
 
-    async def _guard_keys(self) -> None:
-        """Watches one held key, and another one when that is released: its deletion is the first
-        sign of a revoked lease."""
-        while held := self.held():
-            async with self._store.watch(held[0]) as events:
-                async for event in events:
-                    if self._keys.get(held[0]) is None:
-                        break
-                    if _shows_absent(event, held[0]) and not await self._restore():
-                        return
+    async def _guard(self, key: str) -> None:
+        """Watches a key until it is released: its deletion is the first sign of a revoked lease."""
+        try:
+            while self._keys.get(key) is not None:
+                async with self._store.watch(key) as events:
+                    async for event in events:
+                        if self._keys.get(key) is None:
+                            break
+                        gone = changes(event, (key,)).get(key, b"") is None
+                        if gone and not await self._restored(key):
+                            return
+        finally:
+            self._guarded.discard(key)
 
-    async def _restore(self) -> bool:
-        """Puts lost keys back while the lease is alive. Returns False when the lease is lost."""
+    async def _restored(self, key: str) -> bool:
+        """Puts a lost key back while the lease is alive. Returns False when the lease is lost."""
         while await self._lease.verify() is None:
             try:
-                await self._put_back()
-                logger.warning("the store had lost keys of a live lease; they were put back")
+                async with self._changing:
+                    if (value := self._keys.get(key)) is not None:
+                        await self._store.put(key, value, lease=self._lease)
+                        logger.warning("the store had lost %s of a live lease; it is back", key)
                 return True
-            except LeaseLost as exc:
-                # A revocation deletes the keys before the lease, and the first check was in
-                # between. Without this check only the next refresh would detect it.
-                logger.debug("%s", exc)
-                if await self._lease.verify() is not None:
-                    break
-            except StoreUnavailable as exc:
-                logger.debug("keys were not put back yet, retrying: %s", exc)
+            except (LeaseLost, StoreUnavailable) as exc:
+                # A revocation deletes the keys before the lease, and the check was in between.
+                logger.debug("%s was not put back yet, retrying: %s", key, exc)
             await asyncio.sleep(_RETRY_S)
         return False
-
-    async def _put_back(self) -> None:
-        async with self._changing:
-            for key in self.held():
-                if (value := self._keys[key]) is not None:
-                    await self._store.put(key, value, lease=self._lease)
-
-
-def _shows_absent(event: WatchEvent, key: str) -> bool:
-    match event:
-        case Snapshot(entries):
-            return key not in entries
-        case Delete(deleted):
-            return deleted == key
-        case _:
-            return False
