@@ -96,7 +96,7 @@ class Cluster:
             await eventually(lambda: any(r["state"] == "ready" for r in reports), 15)
             await members_when(self.routers, lambda members: len(members) == 1 + beside, 5)
             assert router._picker is not None
-            follower: Any = router._picker._loads._view
+            follower: Any = router._picker.loads._view
             known, members = follower._workers, self.roster.members
             await eventually(
                 lambda: all(m.lease_id in known and known[m.lease_id].complete for m in members), 15
