@@ -120,7 +120,8 @@ class KvPicker(Picker):
         """Equally good ones take turns."""
         loads = self.loads
         fit = [c for c in candidates if loads.has_room(c.member.lease_id)] or candidates
-        chosen = min(fit, key=lambda c: (-score(c, self.options), loads.turn(c.member.lease_id)))
+        turn = {c.member.lease_id: loads.own(c.member.lease_id).turn for c in fit}
+        chosen = min(fit, key=lambda c: (-score(c, self.options), turn[c.member.lease_id]))
         if len(candidates) == 1:
             return chosen, "only"
         if chosen.member.lease_id == home:
