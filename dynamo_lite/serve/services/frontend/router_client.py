@@ -26,7 +26,6 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
-_AGAIN_S = 1.0
 
 
 class RemoteRouter(Picker):
@@ -38,7 +37,6 @@ class RemoteRouter(Picker):
     Args:
         lease_id: of this Frontend.
         fallback: picks workers while no router responds.
-        again_s: delay before outcomes that could not be published are published again.
     """
 
     def __init__(
@@ -49,11 +47,10 @@ class RemoteRouter(Picker):
         namespace: str,
         lease_id: int,
         fallback: RoundRobin,
-        again_s: float = _AGAIN_S,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
     ):
-        self._messaging, self._routers, self._again_s = messaging, routers, again_s
+        self._messaging, self._routers = messaging, routers
         self._namespace, self._lease_id = namespace, lease_id
         self._fallback, self._on_drop = fallback, on_drop
         self._fallbacks = Counter(
@@ -176,13 +173,12 @@ class RemoteRouter(Picker):
         return self._outcomes.setdefault(router, ([], []))
 
     async def _publish_outcomes(self) -> None:
-        """Outcomes of one iteration of the event loop are published together. Without them a router
-        counts its requests as running, so they are kept while NATS is disconnected."""
+        """Outcomes of one iteration of the event loop are published together. A router that misses
+        some counts those requests until no report of their workers shows them."""
         while True:
             await self._has_outcomes.wait()
             self._has_outcomes.clear()
             outcomes, self._outcomes = self._outcomes, {}
-            again = False
             for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
                     client=self._lease_id, answered=answered, released=released
@@ -192,12 +188,6 @@ class RemoteRouter(Picker):
                     await self._messaging.publish(subject, encode(notice))
                 except Unavailable as exc:
                     logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
-                    if self._routers.get(router) is not None:
-                        since = self._outcomes_for(router)
-                        since[0][:0], since[1][:0] = answered, released
-                        again = True
-            if again:
-                await asyncio.sleep(self._again_s)
 
 
 def _now() -> float:
