@@ -17,9 +17,10 @@ from tests.certificate_folders import graph_folder, of
 
 
 class FakeEngine:
-    """Accepts all requests, and records the aborts."""
+    """Accepts all requests, and records them and the aborts."""
 
     def __init__(self) -> None:
+        self.taken: list[str] = []
         self.running: dict[str, GenerateRequest] = {}
         self.aborted: list[str] = []
         self.refusal: Exception | None = None
@@ -30,6 +31,7 @@ class FakeEngine:
             await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
+        self.taken.append(request.request_id)
         self.running[request.request_id] = request
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
@@ -33,25 +33,12 @@ from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.request_plane.session import MAX_HELLO_BYTES
 from tests.builders import endpoint_record, generate_request
+from tests.contract.generating import FakeEngine
 from tests.hostile import Spoiler
 
 FUZZ = settings(derandomize=True, max_examples=60)
 #: Not hypothesis's own random: sockets do not keep to one order.
 RNG = st.integers(0, (1 << 32) - 1).map(Random)
-
-
-class Engine:
-    """Implements GenerateHandler: takes everything."""
-
-    def __init__(self) -> None:
-        self.taken: list[str] = []
-        self.aborted: list[str] = []
-
-    async def submit(self, request: GenerateRequest) -> None:
-        self.taken.append(request.request_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
 
 
 class Graph:
@@ -61,7 +48,7 @@ class Graph:
         self.drops: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.got: dict[str, list[int]] = {}
-        self.engine = Engine()
+        self.engine = FakeEngine()
         self.server = GenerateServer(self.engine, on_drop=self._drop)
         self.client = self.client_of("frontend")
 
