@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
@@ -10,8 +12,6 @@ from dynamo_lite.runtime.retry import START_WAIT_S, retry_while_unavailable
 from dynamo_lite.runtime.store import Lease, Store, changes
 
 logger = logging.getLogger(__name__)
-
-_RETRY_S = 0.2
 
 #: Runs a task until the process ends.
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
@@ -28,11 +28,6 @@ class HeldKeys:
         self._changing = asyncio.Lock()
         #: Keys with a task that watches them.
         self._guarded: set[str] = set()
-        self._deleter: asyncio.Task[None] | None = None
-
-    def held(self) -> list[str]:
-        """Oldest first."""
-        return [key for key, value in self._keys.items() if value is not None]
 
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
         """Puts `key` under the lease, and again whenever the store loses it while the lease is
@@ -52,30 +47,23 @@ class HeldKeys:
         """Deletes keys. Returns whether they are gone: if the store is unavailable, they are
         deleted when it is back, or expire with the lease."""
         self._keys.update(dict.fromkeys(keys))
-        if self._lease.loss is not None or await self._delete_released():
-            return True
-        logger.warning("not deleted, retrying until the lease ends: %s", ", ".join(keys))
-        if self._deleter is None or self._deleter.done():
-            self._deleter = self._spawn(self._delete_again(), "delete keys")
-        return False
-
-    async def _delete_released(self) -> bool:
-        """Returns False if a retry is needed."""
-        async with self._changing:
-            for key in [key for key, value in self._keys.items() if value is None]:
-                try:
-                    await self._store.delete(key)
-                except StoreUnavailable as exc:
-                    logger.debug("%s was not deleted: %s", key, exc)
-                    return False
-                del self._keys[key]
+        try:
+            await self._delete_released()
+        except StoreUnavailable as exc:
+            logger.warning("not deleted, retrying until it is: %s: %s", ", ".join(keys), exc)
+            again = retry_while_unavailable(self._delete_released, within_s=math.inf)
+            self._spawn(again, "delete keys")
+            return False
         return True
 
-    async def _delete_again(self) -> None:
-        while self._lease.loss is None:
-            await asyncio.sleep(_RETRY_S)
-            if await self._delete_released():
-                return
+    async def _delete_released(self) -> None:
+        """Raises StoreUnavailable."""
+        if self._lease.loss is not None:
+            return
+        async with self._changing:
+            for key in [key for key, value in self._keys.items() if value is None]:
+                await self._store.delete(key)
+                del self._keys[key]
 
     async def _guard(self, key: str) -> None:
         """Watches a key until it is released: its deletion is the first sign of a revoked lease."""
@@ -85,23 +73,18 @@ class HeldKeys:
                     async for event in events:
                         if self._keys.get(key) is None:
                             break
-                        gone = changes(event, (key,)).get(key, b"") is None
-                        if gone and not await self._restored(key):
-                            return
+                        if changes(event, (key,)).get(key, b"") is None:
+                            put = partial(self._put_back, key)
+                            await retry_while_unavailable(put, within_s=math.inf)
+        except LeaseLost as exc:
+            logger.debug("%s is gone: %s", key, exc)
         finally:
             self._guarded.discard(key)
 
-    async def _restored(self, key: str) -> bool:
-        """Puts a lost key back while the lease is alive. Returns False when the lease is lost."""
-        while await self._lease.verify() is None:
-            try:
-                async with self._changing:
-                    if (value := self._keys.get(key)) is not None:
-                        await self._store.put(key, value, lease=self._lease)
-                        logger.warning("the store had lost %s of a live lease; it is back", key)
-                return True
-            except (LeaseLost, StoreUnavailable) as exc:
-                # A revocation deletes the keys before the lease, and the check was in between.
-                logger.debug("%s was not put back yet, retrying: %s", key, exc)
-            await asyncio.sleep(_RETRY_S)
-        return False
+    async def _put_back(self, key: str) -> None:
+        """Raises LeaseLost, StoreUnavailable."""
+        await self._lease.verify()
+        async with self._changing:
+            if (value := self._keys.get(key)) is not None:
+                await self._store.put(key, value, lease=self._lease)
+                logger.warning("the store had lost %s of a live lease; it is back", key)
