@@ -10,6 +10,7 @@ from benchmarks.capacity.decode import DecodeWorkerModel
 from benchmarks.capacity.events import Events
 from benchmarks.capacity.load import Request
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
@@ -44,18 +45,19 @@ class Router:
 
     def leave(self, worker: DecodeWorkerModel) -> None:
         del self._workers[worker.lease_id]
-        self._picker.left(worker.lease_id)
+        self._picker.loads.left(worker.lease_id)
         self._members = tuple(one for one in self._members if one.lease_id != worker.lease_id)
 
     def pick(self, number: int, request: Request, tried: Set[int]) -> DecodeWorkerModel | None:
         """None: there is no worker that was not tried."""
+        prompt = [0] * request.prompt_tokens
+        asked = GenerateRequest(
+            request_id=str(number), prompt_token_ids=prompt, sampling=b"", arrival_time=0.0
+        )
         try:
-            choice = self._picker.place(
-                self._members, str(number), request.prompt_tokens, lambda _: (), without=tried
-            )
+            return self._workers[self._picker.pick(self._members, asked, tried).member.lease_id]
         except NoWorkers:
             return None
-        return self._workers[choice.worker.member.lease_id]
 
     def answered(self, number: int) -> None:
         self._picker.answered(str(number))
@@ -66,7 +68,7 @@ class Router:
     def _report(self, worker: DecodeWorkerModel) -> None:
         if worker.lease_id in self._workers:
             worker.make_report()
-            self._picker.reported(worker.lease_id, self._events.now)
+            self._picker.loads.reported(worker.lease_id, self._events.now)
             self._events.at(self._events.now + _REPORT_S, self._report, worker)
 
 

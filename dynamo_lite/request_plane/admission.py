@@ -16,18 +16,17 @@ class Admission:
 
     def __init__(self, limits: AdmissionOptions | None = None):
         self._limits = limits
-        self._keys: set[str] = set()
-        self._waiting: dict[str, int] = {}
-        self._waiting_tokens = 0
-        self._inputs: dict[str, int] = {}
-        self._held_bytes = 0
+        #: By key: tokens of its prompt until its first token, and bytes of its inputs.
+        self._requests: dict[str, tuple[int, int]] = {}
+        #: Sums of these.
+        self._waiting_tokens = self._held_bytes = 0
 
     def __repr__(self) -> str:
         return f"Admission(in_flight={self.in_flight}, waiting_tokens={self.waiting_tokens})"
 
     @property
     def in_flight(self) -> int:
-        return len(self._keys)
+        return len(self._requests)
 
     @property
     def waiting_tokens(self) -> int:
@@ -48,16 +47,12 @@ class Admission:
         """
         if not promised and (busy := self.busy(prompt_tokens)) is not None:
             return busy
-        held = self._held_bytes + input_bytes
-        if input_bytes:
-            if not promised and self._held_bytes and held > MAX_HELD_BYTES:
-                return (
-                    f"media of {self._held_bytes} of at most {MAX_HELD_BYTES} bytes are in flight"
-                )
-            self._inputs[key], self._held_bytes = input_bytes, held
-        self._keys.add(key)
-        self._waiting[key] = prompt_tokens
+        held = self._held_bytes
+        if input_bytes and not promised and held and held + input_bytes > MAX_HELD_BYTES:
+            return f"media of {held} of at most {MAX_HELD_BYTES} bytes are in flight"
+        self._requests[key] = prompt_tokens, input_bytes
         self._waiting_tokens += prompt_tokens
+        self._held_bytes += input_bytes
         return None
 
     def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> str | None:
@@ -68,16 +63,17 @@ class Admission:
         most, limit = self._limits.max_in_flight_requests, self._limits.max_queued_tokens
         if self.in_flight + requests > most:
             return f"{self.in_flight} of at most {most} requests are in flight"
-        if self._waiting and self._waiting_tokens + prompt_tokens > limit:
+        if self._waiting_tokens and self._waiting_tokens + prompt_tokens > limit:
             return f"{self._waiting_tokens} of at most {limit} prompt tokens wait"
         return None
 
     def answered(self, key: str) -> None:
         """The request's first token has arrived."""
-        self._waiting_tokens -= self._waiting.pop(key, 0)
+        if (request := self._requests.get(key)) is not None:
+            self._waiting_tokens -= request[0]
+            self._requests[key] = 0, request[1]
 
     def leave(self, key: str) -> None:
         """The request has ended."""
         self.answered(key)
-        self._keys.discard(key)
-        self._held_bytes -= self._inputs.pop(key, 0)
+        self._held_bytes -= self._requests.pop(key, (0, 0))[1]

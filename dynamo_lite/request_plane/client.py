@@ -27,8 +27,7 @@ class RemoteGenerateClient:
     finish_reason, `abort`, or `on_lost`. If `submit` raises, the request runs on no worker.
     Deltas may arrive before `submit` returns.
 
-    client_id: at most 100 characters, unique among the worker's clients. Each connection gets
-        an id of its own, derived from this one.
+    client_id: at most 128 characters, for the workers' logs.
     on_deltas, on_lost: see `base.py`.
     request_timeout_s: timeout of a worker's reply to a request, beside the load of an adapter, and
         the time for media on their way.
@@ -53,7 +52,6 @@ class RemoteGenerateClient:
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
         self._connections: dict[str, Connection] = {}
-        self._connections_made = 0
         self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._closed = False
 
@@ -147,11 +145,9 @@ class RemoteGenerateClient:
         return connecting
 
     async def _connect(self, transport: EndpointTransport) -> Connection:
-        self._connections_made += 1
-        client_id = f"{self._client_id}.{self._connections_made}"
         connection = Connection(
             transport,
-            client_id,
+            self._client_id,
             self._on_deltas,
             self._on_lost,
             self._on_drop,

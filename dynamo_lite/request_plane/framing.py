@@ -24,12 +24,9 @@ _HEADER_BYTES = 4
 
 #: A connection with more unsent bytes than this is closed.
 MAX_UNSENT_BYTES = 64 << 20
-#: A connection whose peer reads nothing for this long, while bytes are unsent, is closed.
+#: The kernel closes a connection whose peer reads nothing for this long while bytes are unsent, or
+#: whose peer's host acknowledges nothing; otherwise it would repeat the bytes for 15 minutes.
 STALL_TIMEOUT_S = 20.0
-#: A connection whose peer's host acknowledges nothing for this long is closed by the kernel. While
-#: bytes are under way it sends no keep-alive probes, and would repeat the bytes for 15 minutes. Not
-#: shorter than STALL_TIMEOUT_S: the time in which a living peer has no room counts, too.
-UNACKNOWLEDGED_TIMEOUT_S = STALL_TIMEOUT_S
 #: The first frame must arrive within this time.
 FIRST_FRAME_TIMEOUT_S = 5.0
 
@@ -111,14 +108,9 @@ class FrameConnection(asyncio.Protocol, ABC):
         self._log_limit = log_limit or LogLimit()
         self._parser = FrameParser(first_max_bytes, max_bytes)
         self._transport: asyncio.Transport | None = None
+        #: Until the first frame.
         self._timer: asyncio.TimerHandle | None = None
         self._frames_received = 0
-        #: Bytes that were written since the start, and those that had left when the peer was
-        #: checked last.
-        self._bytes_sent = 0
-        self._bytes_flushed = 0
-        #: Set while the transport's write buffer is full.
-        self._paused = False
         #: None for plain TCP.
         self.ssl_object: ssl.SSLObject | None = None
         self._writable = asyncio.Event()
@@ -151,8 +143,7 @@ class FrameConnection(asyncio.Protocol, ABC):
         if self._closed or self._transport is None:
             return
         self._transport.write(data)
-        self._bytes_sent += len(data)
-        if self._paused and self._unsent() > MAX_UNSENT_BYTES:
+        if self._unsent() > MAX_UNSENT_BYTES:
             self.abort(f"the peer is too slow: {self._unsent()} bytes are unread")
 
     async def wait_writable(self) -> None:
@@ -165,9 +156,6 @@ class FrameConnection(asyncio.Protocol, ABC):
             return
         self._why = self._why or why
         self._transport.close()
-        # A TLS transport has a shutdown timeout of its own.
-        if not self._paused and self.ssl_object is None:
-            self._watch_stall()
 
     def abort(self, why: str) -> None:
         """Closes at once. Queued frames are lost."""
@@ -183,7 +171,7 @@ class FrameConnection(asyncio.Protocol, ABC):
         peer = transport.get_extra_info("peername")
         if peer:
             self.peer_host, self.peer = peer[0], host_port(peer[0], peer[1])
-        notice_a_lost_host(transport.get_extra_info("socket"), UNACKNOWLEDGED_TIMEOUT_S)
+        notice_a_lost_host(transport.get_extra_info("socket"), STALL_TIMEOUT_S)
         self._timer = asyncio.get_running_loop().call_later(
             FIRST_FRAME_TIMEOUT_S, self.abort, f"no frame within {FIRST_FRAME_TIMEOUT_S:g} s"
         )
@@ -191,8 +179,7 @@ class FrameConnection(asyncio.Protocol, ABC):
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._parser.feed(data):
-                if self._frames_received == 0 and not self._paused:
-                    self._cancel_timer()
+                self._cancel_timer()
                 self._frames_received += 1
                 self.frame_received(payload)
                 if self._transport is None or self._transport.is_closing():
@@ -211,42 +198,21 @@ class FrameConnection(asyncio.Protocol, ABC):
         self.connection_closed(why)
 
     def pause_writing(self) -> None:
-        self._paused = True
         self._writable.clear()
-        self._watch_stall()
 
     def resume_writing(self) -> None:
-        self._paused = False
         self._writable.set()
-        if self._transport is not None and not self._transport.is_closing():
-            self._cancel_timer()
 
     @property
     def room_bytes(self) -> int:
         """How many bytes may still be queued before the peer counts as too slow."""
         return MAX_UNSENT_BYTES - self._unsent()
 
-    # Liveness
-
     def _unsent(self) -> int:
         transport = self._transport
         if transport is None or self._closed or (self.ssl_object and transport.is_closing()):
             return 0  # a closing TLS transport cannot report it
         return transport.get_write_buffer_size()
-
-    def _watch_stall(self) -> None:
-        """Checks after the timeout that the peer has read something since now."""
-        self._cancel_timer()
-        self._bytes_flushed = self._bytes_sent - self._unsent()
-        self._timer = asyncio.get_running_loop().call_later(STALL_TIMEOUT_S, self._check_stall)
-
-    def _check_stall(self) -> None:
-        if self._bytes_sent - self._unsent() > self._bytes_flushed:
-            self._watch_stall()
-            return
-        why = f"the peer read nothing for {STALL_TIMEOUT_S:g} s"
-        logger.warning("stream with %s: timeout, disconnecting: %s", self.peer, why)
-        self.abort(why)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -111,10 +111,8 @@ class MigratingRequest:
         Raises WorkerLost when a replay differs from the tokens that were passed on.
         """
         again = min(len(self._sent) - self._covered, len(delta.token_ids))
-        if again:
+        if self._covered < len(self._sent):
             self._compare(delta, again)
-        elif self._covered < len(self._sent) and delta.finish_reason in _COMPLETE:
-            raise self._differs()
         self._sent += delta.token_ids[again:]
         self._covered += len(delta.token_ids)
         if again and again == len(delta.token_ids) and delta.finish_reason is None:
@@ -126,10 +124,9 @@ class MigratingRequest:
         covered = self._covered + again
         ends_early = covered < len(self._sent) and delta.finish_reason in _COMPLETE
         if ends_early or delta.token_ids[:again] != self._sent[self._covered : covered]:
-            raise self._differs()
-
-    def _differs(self) -> WorkerLost:
-        return WorkerLost("its worker is gone, and the replayed answer differs from what was sent")
+            raise WorkerLost(
+                "its worker is gone, and the replayed answer differs from what was sent"
+            )
 
     def _cut(self, delta: TokenDelta, again: int) -> TokenDelta:
         """Removes the first `again` tokens, and what is sent once per request."""

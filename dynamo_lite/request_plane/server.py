@@ -1,6 +1,6 @@
 """The worker's side: requests are decoded, handed to the engine and answered; deltas go out.
 
-A session is a TCP connection from its Hello on. Requests come in on it, and their deltas go out
+A session is a TCP connection. Requests come in on it, and their deltas go out
 through it, one frame per engine step and session. When a session ends, its requests are aborted.
 """
 
@@ -81,11 +81,10 @@ class GenerateServer:
         )
         #: HOST:PORT for the clients' connections, for the endpoint's record.
         self.stream_address = ""
-        #: All that are open, with a Hello or without.
-        self._connections: set[Session] = set()
+        #: Of all open connections, with a Hello or without.
+        self._sessions: set[Session] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
-        self._sessions: dict[str, Session] = {}
         self._admission = Admission(limits)
         #: Until the engine has refused, finished or aborted them.
         self._requests: dict[str, SessionRequest] = {}
@@ -105,11 +104,11 @@ class GenerateServer:
         self.disconnect_all(why)
         try:
             await self._listener.close()
-            for session in list(self._connections):
+            for session in list(self._sessions):
                 session.close(why)
             await all_of([self._all_closed], _FLUSH_TIMEOUT_S)
         finally:  # also when this is cancelled
-            for session in list(self._connections):
+            for session in list(self._sessions):
                 session.abort(why)
         if not await self.wait_idle(_CLOSE_TIMEOUT_S):
             logger.warning(
@@ -135,10 +134,6 @@ class GenerateServer:
         """Prompt tokens of the requests without a first token."""
         return self._admission.waiting_tokens
 
-    def session(self, client_id: str) -> Session | None:
-        """The open session of this client, if it has one."""
-        return self._sessions.get(client_id)
-
     def limit(self, limits: AdmissionOptions) -> None:
         """Sets the limits for new requests."""
         self._admission.limit(limits)
@@ -150,8 +145,8 @@ class GenerateServer:
     def disconnect_all(self, why: str) -> None:
         """To be called when the engine is dead: ends all sessions and refuses new requests."""
         self.refuse_new(why)
-        for session in list(self._sessions.values()):
-            self.close_session(session)
+        for session in list(self._sessions):
+            self._abandon(session)
             session.close(why)
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -175,12 +170,12 @@ class GenerateServer:
             if undeliverable := session.deliver(mine):
                 self.cancel(session, undeliverable)
 
-    # Connections, and the sessions on them
+    # Sessions
 
     def opened(self, session: Session) -> None:
         """The connection is made, without a Hello. With a certificate that does not fit, it is
         closed."""
-        self._connections.add(session)
+        self._sessions.add(session)
         self._all_closed.clear()
         if self._certificates is not None:
             why = self._certificates.refusal(session.ssl_object, _CLIENT)
@@ -194,10 +189,14 @@ class GenerateServer:
     def closed(self, session: Session) -> None:
         """The connection is lost, with a Hello or without."""
         self._pending.discard(session)
-        self._connections.discard(session)
-        if not self._connections:
+        self._sessions.discard(session)
+        if not self._sessions:
             self._all_closed.set()
-        self.close_session(session)
+        self._abandon(session)
+
+    def greeted(self, session: Session) -> None:
+        """The client has sent its Hello."""
+        self._pending.discard(session)
 
     def _handshake_failed(self, peer: str, exc: OSError) -> None:
         if self._certificates is not None and (why := self._certificates.explained(exc)):
@@ -207,26 +206,13 @@ class GenerateServer:
         self.on_drop("certificate")
         self.log_limit.log(logger, "stream with %s: the client is refused: %s", peer, why)
 
-    def open_session(self, client_id: str, session: Session) -> None:
-        """Raises ProtocolError when the client has an open session already.
-
-        Each connection of a client has an id of its own. So a repeated `Hello` comes from
-        another client, and must not end the requests of the first one.
-        """
-        if client_id in self._sessions:
-            raise ProtocolError(f"client {client_id!r} is already connected")
-        self._sessions[client_id] = session
-        self._pending.discard(session)
-
-    def close_session(self, session: Session) -> None:
-        """Ends the session, if the connection has one, and aborts its requests."""
-        if self._sessions.get(session.client_id) is session:
-            del self._sessions[session.client_id]
-            own = [one for one in self._requests.values() if one.session is session]
-            self.cancel(session, [one.request_id for one in own])
-            for one in own:
-                if one.handover is not None:
-                    one.handover.cancel()
+    def _abandon(self, session: Session) -> None:
+        """Aborts the session's requests."""
+        own = [one for one in self._requests.values() if one.session is session]
+        self.cancel(session, [one.request_id for one in own])
+        for one in own:
+            if one.handover is not None:
+                one.handover.cancel()
 
     def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
         """Ends these requests; no delta of them is sent after this."""
@@ -249,7 +235,7 @@ class GenerateServer:
         """
         try:
             request = self._decode(request_id, payload)
-            self._check(session, request)
+            self._check(request)
         except Refused as exc:
             session.reply(request_id, _refusal(exc))
             return
@@ -297,13 +283,11 @@ class GenerateServer:
             reply = Accepted() if failure is None else _refused(one.request_id, failure)
             one.session.reply(one.request_id, reply)
 
-    def _check(self, session: Session, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest) -> None:
         """Admits the request. Raises Refused when it has timed out or would exceed a limit, too."""
         request_id, timeout_s = request.request_id, request.timeout_s
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
-        if self._sessions.get(session.client_id) is not session:
-            raise Refused("the connection is closed", elsewhere=False)
         if request_id in self._requests:
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
         if timeout_s is not None and not timeout_s > 0:

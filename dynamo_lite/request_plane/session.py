@@ -35,9 +35,9 @@ MAX_HELLO_BYTES = 1 << 16
 
 
 class Session(FrameConnection):
-    """The worker's end of a connection; a session from its Hello on."""
+    """The worker's end of a connection."""
 
-    #: Empty before the Hello.
+    #: For the log; empty before the Hello.
     client_id = ""
 
     def __init__(self, server: "GenerateServer"):
@@ -70,8 +70,8 @@ class Session(FrameConnection):
             raise ProtocolError(unsupported(hello.wire_version))
         if self.client_id:
             raise ProtocolError("a second Hello on one connection")
-        self._server.open_session(hello.client_id, self)
         self.client_id = hello.client_id
+        self._server.greeted(self)
         self.send(frame(encode(Welcome())))
 
     def connection_closed(self, why: str) -> None:

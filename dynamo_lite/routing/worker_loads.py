@@ -5,6 +5,7 @@ of it: requests with the same prefix should follow it, and others should see tha
 busier.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -50,12 +51,18 @@ class OwnRequest:
 
 @dataclass(slots=True)
 class OwnLoad:
-    """The requests of this router at one worker."""
+    """The requests of this router at one worker, and what its reports say beside them."""
 
     requests: int = 0
     #: Sums of those fields of `OwnRequest`.
     prompt_tokens: int = 0
     prefill_tokens: int = 0
+    #: When it was last chosen, as a number that grows; 0: never.
+    turn: int = 0
+    #: Requests and tokens of other routers, by its last report.
+    others: tuple[int, int] = (0, 0)
+    #: It reports fewer requests than ours: since when, and how many fewer at least.
+    missing: tuple[float, int] | None = None
 
 
 class WorkerLoads:
@@ -68,14 +75,8 @@ class WorkerLoads:
     def __init__(self, view: KvView):
         self._view = view
         self._requests: dict[str, OwnRequest] = {}
-        self._own: dict[int, OwnLoad] = {}
-        #: When each worker was last chosen, as a number that grows.
-        self._turns: dict[int, int] = {}
+        self._own: defaultdict[int, OwnLoad] = defaultdict(OwnLoad)
         self._turn = 0
-        #: Requests and tokens of other routers, by their workers' last reports.
-        self._others: dict[int, tuple[int, int]] = {}
-        #: Workers that report fewer requests than ours: since when, and how many fewer at least.
-        self._missing: dict[int, tuple[float, int]] = {}
 
     @property
     def requests(self) -> Collection[str]:
@@ -84,24 +85,19 @@ class WorkerLoads:
 
     def own(self, lease_id: int) -> OwnLoad:
         """Read-only."""
-        return self._own.get(lease_id) or OwnLoad()
+        return self._own[lease_id]
 
     def of(self, lease_id: int) -> int:
         """Tokens that the worker computes before a new prompt."""
-        ours = self.own(lease_id)
+        ours = self._own[lease_id]
         requests, tokens = ours.requests, ours.prefill_tokens
         if self._view.load(lease_id) is not None:
-            others = self._others.get(lease_id, (0, 0))
-            requests, tokens = requests + others[0], tokens + others[1]
+            requests, tokens = requests + ours.others[0], tokens + ours.others[1]
         return tokens + requests * REQUEST_LOAD_TOKENS
 
     def has_room(self, lease_id: int) -> bool:
         report = self._view.load(lease_id)
         return report is None or report.kv_usage < MAX_KV_USAGE
-
-    def turn(self, lease_id: int) -> int:
-        """Grows each time a worker is chosen; 0 for one that never was."""
-        return self._turns.get(lease_id, 0)
 
     def book(self, request_id: str, request: OwnRequest) -> None:
         """Counts a request that is sent to its worker, replacing any earlier one of this id.
@@ -111,9 +107,9 @@ class WorkerLoads:
         """
         self.released(request_id)
         self._turn += 1
-        self._turns[request.worker] = self._turn
         self._requests[request_id] = request
-        own = self._own.setdefault(request.worker, OwnLoad())
+        own = self._own[request.worker]
+        own.turn = self._turn
         own.requests += 1
         own.prompt_tokens += request.prompt_tokens
         own.prefill_tokens += request.prefill_tokens
@@ -130,10 +126,7 @@ class WorkerLoads:
         if (request := self._requests.pop(request_id, None)) is None:
             return
         self._prefill_ended(request, computed=False)
-        own = self._own[request.worker]
-        own.requests -= 1
-        if not own.requests:
-            del self._own[request.worker]
+        self._own[request.worker].requests -= 1
 
     def _prefill_ended(self, request: OwnRequest, *, computed: bool) -> None:
         if (index := self._view.index(request.worker)) is not None:
@@ -147,19 +140,17 @@ class WorkerLoads:
     def reported(self, lease_id: int, now: float) -> None:
         """The worker has reported a new load."""
         if (report := self._view.load(lease_id)) is not None:
-            requests = report.running + report.waiting
-            self._release_lost(lease_id, self.own(lease_id).requests - requests, now)
-            ours = self.own(lease_id)
-            self._others[lease_id] = (
+            ours, requests = self._own[lease_id], report.running + report.waiting
+            self._release_lost(lease_id, ours.requests - requests, now)
+            ours.others = (
                 max(0, requests - ours.requests),
                 max(0, report.prefill_tokens - ours.prompt_tokens),
             )
 
     def left(self, lease_id: int) -> None:
         """The worker is no member any more."""
-        self._release_oldest(lease_id, self.own(lease_id).requests)
-        for known in (self._turns, self._others, self._missing):
-            known.pop(lease_id, None)
+        self._release_oldest(lease_id, self._own[lease_id].requests)
+        del self._own[lease_id]
 
     def _release_lost(self, lease_id: int, missing: int, now: float) -> None:
         """missing: how many more requests are ours than the worker reports.
@@ -167,15 +158,13 @@ class WorkerLoads:
         Some are on their way to it. What is missing all the time has ended. If others than these
         are the oldest, the next report shows them as requests of others.
         """
-        since, least = self._missing.get(lease_id, (now, missing))
+        ours = self._own[lease_id]
+        since, least = ours.missing or (now, missing)
         least = min(least, missing)
         if least > 0 and now - since >= LOST_S:
             self._release_oldest(lease_id, least)
             since, least = now, missing - least
-        if least > 0:
-            self._missing[lease_id] = since, least
-        else:
-            self._missing.pop(lease_id, None)
+        ours.missing = (since, least) if least > 0 else None
 
     def _release_oldest(self, lease_id: int, count: int) -> None:
         ours = (name for name, request in self._requests.items() if request.worker == lease_id)

@@ -29,30 +29,28 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class OpenCell:
-    """The cell of one claim, closed until `hold_until`. `ClaimCells` makes it."""
+    """The cell of one claim, closed until `hold_until`. `ClaimCells` makes it.
 
-    def __init__(self, cell: Cell, owner: "ClaimCells"):
-        self.cell, self._owner = cell, owner
-        self._freed = False
+    Its calls do nothing when it was freed, or when all cells were closed.
+    """
+
+    def __init__(self, cell: Cell, numbers: "memoryview[int]", unused: list[int]):
+        self.cell, self._numbers, self._unused = cell, numbers, unused
         # In this order: a reader of a time that was stored after it also reads its claim.
-        self._store(0)
-        owner.store(cell.index + 1, cell.claim)
+        numbers[cell.index] = 0
+        numbers[cell.index + 1] = cell.claim
 
     def hold_until(self, until: float) -> None:
         """The claim holds until then; a time that has passed closes the cell. Not a duration: a
         process that is stopped before it stores would add the time of the stop."""
-        self._store(math.floor(until * 1e9))
+        if self._numbers[self.cell.index + 1] == self.cell.claim:
+            self._numbers[self.cell.index] = math.floor(until * 1e9)
 
     def free(self) -> None:
         """Closes the cell, which is used again. Only when nothing of the claim is in flight."""
-        if not self._freed:
-            self._store(0)
-            self._freed = True
-            self._owner.give_back(self.cell.index)
-
-    def _store(self, value: int) -> None:
-        if not self._freed:
-            self._owner.store(self.cell.index, value)
+        if self._numbers[self.cell.index + 1] == self.cell.claim:
+            self._numbers[self.cell.index] = self._numbers[self.cell.index + 1] = 0
+            self._unused.append(self.cell.index)
 
 
 class ClaimCells:
@@ -66,47 +64,35 @@ class ClaimCells:
         self.path = path
         size = _NUMBER_BYTES * _PER_CELL * claims
         if path is None:
-            self._map = mmap.mmap(-1, size)
+            mapped = mmap.mmap(-1, size)
         else:
             path.touch(0o600)  # only the holder of a claim knows its id
             path.write_bytes(bytes(size))
             with path.open("r+b") as file:
-                self._map = mmap.mmap(file.fileno(), 0)
+                mapped = mmap.mmap(file.fileno(), 0)
         #: Each is read and stored at once.
-        self._numbers = memoryview(self._map).cast("Q")
-        self._free = list(range(0, _PER_CELL * claims, _PER_CELL))
-        self._closed = False
+        self._numbers = memoryview(mapped).cast("Q")
+        #: Indexes of cells.
+        self._unused = list(range(0, _PER_CELL * claims, _PER_CELL))
 
     def open(self, claim: int) -> OpenCell:
-        """claim: its id, above 0. Raises RuntimeError if as many are open as there are cells."""
-        if not self._free:
+        """claim: its id, above 0, that no other has or had. Raises RuntimeError if as many are open
+        as there are cells."""
+        if not self._unused:
             raise RuntimeError("more claims than cells for them")
-        return OpenCell(Cell(self._free.pop(), claim), self)
+        return OpenCell(Cell(self._unused.pop(), claim), self._numbers, self._unused)
 
     def close(self) -> None:
         """Closes all cells for good, and removes the file."""
-        if self._closed:
-            return
+        self._unused.clear()
         for index in range(len(self._numbers)):
-            self.store(index, 0)
-        self._closed = True
-        self._numbers.release()
-        self._map.close()
+            self._numbers[index] = 0
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
     def read(self, cell: Cell) -> float:
         """See `CellReader.until`."""
-        return 0.0 if self._closed else _until_of(self._numbers, cell)
-
-    def store(self, index: int, value: int) -> None:
-        """For `OpenCell`."""
-        if not self._closed:
-            self._numbers[index] = value
-
-    def give_back(self, index: int) -> None:
-        """For `OpenCell`."""
-        self._free.append(index)
+        return _until_of(self._numbers, cell)
 
 
 class CellReader:

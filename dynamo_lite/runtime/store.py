@@ -122,7 +122,8 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """Lists, then watches. Each reconnect gives a new Snapshot."""
+        """Lists, then watches. Each reconnect gives a new Snapshot. For one task, and endless: a
+        cancelled wait for the next event may end it."""
         ...
 
 

@@ -337,7 +337,7 @@ async def test_a_load_that_becomes_too_old_moves_its_worker() -> None:
     ):
         silent.load = Load(prefill_tokens=5000)
         picker = KvPicker(router.follower, KvRoutingOptions())
-        router.follower.on_load(picker.reported)
+        router.follower.on_load(picker.loads.reported)
         await asyncio.sleep(1.5)
         members = router.roster.members
 

@@ -234,16 +234,16 @@ async def test_serving_waits_for_a_server_that_comes_back(nats_server: PrivateSe
         assert await messaging.request("s", b"1", timeout_s=5) == b"echo 1"
 
 
-async def test_an_outage_raises_at_once_and_the_way_back_is_quick(
+async def test_an_outage_raises_at_once_and_ends_by_itself(
     nats_server: PrivateServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each as the first, however long it was. Subscriptions come along, those of others too."""
+    """However long it is, and again. Subscriptions come along, those of others too."""
     told: asyncio.Queue[bool] = asyncio.Queue()
     async with (
         NatsMessaging(nats_server.url) as messaging,
         NatsMessaging(nats_server.url) as server,
         server.serve("s", echo),
-        asyncio.timeout(30),
+        asyncio.timeout(20),
     ):
         with messaging.watch_connection(told.put_nowait):
             for outage_s in (0.0, 0.3, 1.5):
@@ -254,22 +254,21 @@ async def test_an_outage_raises_at_once_and_the_way_back_is_quick(
                     await messaging.publish("s", b"")
                 with pytest.raises(BrokerUnavailable):
                     await messaging.request("s", b"", timeout_s=5)
-                assert loop_time() - started < 1.5
+                assert loop_time() - started < 1.5 and not messaging.connected
                 await wait_for_connection(server, False)
                 await asyncio.sleep(outage_s)
-                assert not messaging.connected
                 await nats_server.restart()
                 began = loop_time()
                 assert await told.get() is True
                 await wait_for_connection(server, True)
-                assert loop_time() - began < 1.5 and messaging.connected
+                assert messaging.connected and loop_time() - began < 1.5
                 assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
         await messaging.client.flush()
     lines = [
         r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats.messaging"
     ]
     assert sum("disconnected" in line for line in lines) == 6
-    assert len(lines) <= 18
+    assert len(lines) <= 15
     assert told.empty()
 
 

@@ -142,24 +142,6 @@ async def test_a_watch_lists_and_then_tells_in_order(store: Store, namespace: st
     assert told == [*expected, Delete(f"{prefix}old")]
 
 
-async def test_a_closed_watch_ends_its_reader(store: Store, namespace: str) -> None:
-    async with store.watch(f"{namespace}/") as events:
-        assert await take(events) == Snapshot({})
-        reader = asyncio.create_task(anext(events))
-        await asyncio.sleep(0)
-    with pytest.raises(StopAsyncIteration):
-        await reader
-
-
-async def test_waiting_for_an_event_may_be_cancelled(store: Store, namespace: str) -> None:
-    async with store.watch(f"{namespace}/") as events:
-        assert await take(events) == Snapshot({})
-        with pytest.raises(TimeoutError):
-            await take(events, timeout_s=0.05)
-        await store.put(f"{namespace}/a", b"1")
-        assert await take(events) == Put(f"{namespace}/a", b"1")
-
-
 # etcd's own ways to fail
 
 

@@ -336,7 +336,7 @@ async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
 async def test_looks_at_a_wiped_store_at_a_time_agree(
     etcd_server: PrivateServer, ahead: int
 ) -> None:
-    """From the revision of one that is ahead alone it would seem that nothing was lost."""
+    """Also where its revision alone would say that nothing was lost."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
         await wipe(etcd_server, others_write=ahead)

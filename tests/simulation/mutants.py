@@ -47,10 +47,9 @@ from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.runtime.etcd.lease import EtcdLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.runtime.store import Lease
+from dynamo_lite.runtime.store import Lease, Snapshot, WatchEvent
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.simulation.loop.process import PROCESS
 from tests.simulation.planner_mutants import PLANNER_MUTANTS
@@ -259,23 +258,16 @@ class _LateResume(EtcdStore):
     """A watch that resumes after an outage does not list what it has missed."""
 
     @contextlib.asynccontextmanager
-    async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
-        async with super().watch(prefix) as watch:
-            list_prefix, events = watch._list, watch._events
+    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        async with super().watch(prefix) as events:
+            yield _listed_once(events)
 
-            async def list_and_keep_quiet() -> int:
-                watch._events = asyncio.Queue()
-                try:
-                    return await list_prefix()
-                finally:
-                    watch._events = events
 
-            async def list_once() -> int:
-                watch._list = list_and_keep_quiet
-                return await list_prefix()
-
-            watch._list = list_once
-            yield watch
+async def _listed_once(events: AsyncIterator[WatchEvent]) -> AsyncIterator[WatchEvent]:
+    yield await anext(events)
+    async for event in events:
+        if not isinstance(event, Snapshot):
+            yield event
 
 
 class _LeaseFromAnswer(EtcdStore):

@@ -86,20 +86,15 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
+        self._events: asyncio.Queue[WatchEvent] = asyncio.Queue()
 
     def __aiter__(self) -> "MemoryWatch":
         return self
 
     async def __anext__(self) -> WatchEvent:
-        event = await self._events.get()
-        if event is None:
-            self.tell(None)
-            raise StopAsyncIteration
-        return event
+        return await self._events.get()
 
-    def tell(self, event: WatchEvent | None) -> None:
-        """None ends the iteration."""
+    def tell(self, event: WatchEvent) -> None:
         self._events.put_nowait(event)
 
 
@@ -221,7 +216,6 @@ class MemoryStore:
             yield watch
         finally:
             self._watches.discard(watch)
-            watch.tell(None)
 
     def _check(self) -> None:
         if not self.available:

@@ -29,12 +29,6 @@ async def test_nothing_is_collected_during_an_import(large: str):
     assert gc.get_freeze_count() > 0
 
 
-def test_nothing_is_collected_during_an_import_without_an_event_loop(large: str):
-    import_large(large)
-    assert sys.modules[large].COLLECTS is False
-    assert gc.isenabled()
-
-
 async def test_the_collector_is_on_after_an_import_that_fails(large: str):
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread(f"{large}_that_is_not_there")
@@ -44,7 +38,6 @@ async def test_the_collector_is_on_after_an_import_that_fails(large: str):
 async def test_a_second_import_exempts_nothing_from_collection(large: str):
     import_large(large)
     gc.unfreeze()
-    import_large(large)
     await import_in_thread(large)
     assert gc.get_freeze_count() == 0
 

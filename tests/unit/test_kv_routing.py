@@ -55,7 +55,7 @@ class Router:
         now: float = 0.0,
     ) -> None:
         self.view.loads[lease_id] = Load(requests, 0, usage, tokens)
-        self.picker.reported(lease_id, now)
+        self.picker.loads.reported(lease_id, now)
 
     def pick(self, prompt: list[int] = PROMPT, **fields: Any) -> int:
         """The lease id of the worker that is given a new request; `last` is its id."""
@@ -227,15 +227,15 @@ def test_requests_whose_end_was_lost_are_forgotten():
     router.load(1, requests=2, tokens=100, now=0.0)  # three have ended
     router.pick([5] * 50)  # on its way when the next report comes
     router.load(1, requests=2, tokens=100, now=LOST_S / 2)
-    assert len(router.picker.requests) == 6
+    assert len(router.picker.loads.requests) == 6
     router.load(1, requests=3, tokens=150, now=LOST_S)
-    assert [*router.picker.requests] == ["r3", "r4", "r5"]
+    assert [*router.picker.loads.requests] == ["r3", "r4", "r5"]
     router.load(1, requests=2, tokens=100, now=2 * LOST_S)
     router.load(1, requests=3, tokens=150, now=2.5 * LOST_S)
     router.load(1, requests=2, tokens=100, now=3 * LOST_S)
-    assert len(router.picker.requests) == 3, "not the same one was missing all the time"
-    router.picker.left(1)
-    assert not router.picker.requests
+    assert len(router.picker.loads.requests) == 3, "not the same one was missing all the time"
+    router.picker.loads.left(1)
+    assert not router.picker.loads.requests
 
 
 def test_blocks_stay_known_once_they_are_computed():

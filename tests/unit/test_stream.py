@@ -152,7 +152,7 @@ async def test_a_silent_peer_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("limit", "value", "why"),
-    [("STALL_TIMEOUT_S", 0.1, "read nothing"), ("MAX_UNSENT_BYTES", 4 << 20, "unread")],
+    [("STALL_TIMEOUT_S", 0.1, "timed out"), ("MAX_UNSENT_BYTES", 4 << 20, "unread")],
 )
 async def test_a_peer_that_does_not_read_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float, why: str

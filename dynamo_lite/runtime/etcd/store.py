@@ -5,6 +5,7 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 import aetcd
@@ -15,8 +16,8 @@ from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
 from dynamo_lite.runtime.etcd.lease import EtcdLease, open_lease
-from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
-from dynamo_lite.runtime.store import Lease
+from dynamo_lite.runtime.etcd.watch import EtcdWatch
+from dynamo_lite.runtime.store import Lease, WatchEvent
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -135,10 +136,8 @@ class EtcdStore:
                 lease = await stack.enter_async_context(opening)
             yield lease
 
-    @contextlib.asynccontextmanager
-    async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
-        async with open_watch(self._client, prefix) as watch:
-            yield watch
+    def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
+        return contextlib.aclosing(EtcdWatch(self._client, prefix).events())
 
     @property
     def _client(self) -> EtcdClient:

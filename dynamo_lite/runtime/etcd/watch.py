@@ -8,7 +8,7 @@ compacted revisions. So this watch lists the prefix again on every new connectio
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aetcd import rpc
@@ -16,14 +16,12 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 from dynamo_lite.runtime.etcd.client import EtcdClient
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
-from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _REFUSED_PAUSE_S = 1.0
-_BUFFERED_EVENTS = 1024
 #: With it a member that is partitioned from the others ends the stream.
 _NEEDS_LEADER = ("hasleader", "true")
 _UNREACHABLE = (rpc.AioRpcError, TimeoutError, EOFError)
@@ -35,45 +33,31 @@ def prefix_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
 
-class EtcdWatch(AsyncIterator[WatchEvent]):
-    """`run` is the body of the task that owns the stream; iterate to receive the events."""
+class EtcdWatch:
+    """`events` is for one task."""
 
     def __init__(self, client: EtcdClient, prefix: str):
         self._client = client
         self._prefix = prefix.encode()
         self._end = prefix_end(self._prefix) if prefix else b"\0"
-        self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
         self._broken = False
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"EtcdWatch({self._prefix.decode()!r})"
 
-    def __aiter__(self) -> "EtcdWatch":
-        return self
-
-    async def __anext__(self) -> WatchEvent:
-        if self._closed:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    def close(self) -> None:
-        """Ends the iteration; events that were not received yet are dropped."""
-        self._closed = True
-        while not self._events.empty():
-            self._events.get_nowait()
-        self._events.put_nowait(None)
-
-    async def run(self) -> None:
+    async def events(self) -> AsyncGenerator[WatchEvent]:
+        """Endless. A cancelled wait for the next event ends it."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                revision = await self._list()
+                reply = await self._client.range(
+                    rpc.RangeRequest(key=self._prefix or b"\0", range_end=self._end)
+                )
                 pause_s = _FIRST_PAUSE_S
-                await self._follow(revision)
+                yield Snapshot({_text(kv.key): kv.value for kv in reply.kvs})
+                async with contextlib.aclosing(self._after(reply.header.revision)) as events:
+                    async for event in events:
+                        yield event
             except _UNREACHABLE as exc:
                 self._note_broken(exc)
             except asyncio.CancelledError:
@@ -86,16 +70,8 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _list(self) -> int:
-        """Gives a Snapshot. Returns its revision."""
-        reply = await self._client.range(
-            rpc.RangeRequest(key=self._prefix or b"\0", range_end=self._end)
-        )
-        await self._events.put(Snapshot({_text(kv.key): kv.value for kv in reply.kvs}))
-        return reply.header.revision
-
-    async def _follow(self, revision: int) -> None:
-        """Gives the events after `revision` until the prefix must be listed again."""
+    async def _after(self, revision: int) -> AsyncGenerator[WatchEvent]:
+        """The events after `revision`, until the prefix must be listed again."""
         # With a request iterator gRPC would keep a task of its own for this call.
         metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
         call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
@@ -111,7 +87,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
                 for event in response.events:
                     key = _text(event.kv.key)
                     put = event.type == rpc.Event.PUT
-                    await self._events.put(Put(key, event.kv.value) if put else Delete(key))
+                    yield Put(key, event.kv.value) if put else Delete(key)
                 response = await call.read()
         finally:
             call.cancel()
@@ -143,17 +119,6 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         if self._broken:
             self._broken = False
             logger.info("watch on %s reconnected", self._prefix.decode())
-
-
-@contextlib.asynccontextmanager
-async def open_watch(client: EtcdClient, prefix: str) -> AsyncIterator[EtcdWatch]:
-    """Runs a watch while the context lasts."""
-    watch = EtcdWatch(client, prefix)
-    try:
-        async with running(watch.run(), name=f"watch {prefix}"):
-            yield watch
-    finally:
-        watch.close()
 
 
 def _text(key: bytes) -> str:

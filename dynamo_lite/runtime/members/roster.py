@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
-from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent, following
+from dynamo_lite.runtime.store import Snapshot, Store, WatchEvent, changes, following
 from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 logger = logging.getLogger(__name__)
@@ -91,28 +91,18 @@ class Roster:
         await self._stack.aclose()
 
     def _apply(self, event: WatchEvent) -> None:
-        match event:
-            case Snapshot(entries):
-                listed = {
-                    key: record
-                    for key, value in entries.items()
-                    if (record := self._parse(key, value)) is not None
-                }
-                kept = {key: old for key, old in self._records.items() if key not in entries}
-                until = asyncio.get_running_loop().time() + _RETURN_S
-                self._lost = {key: self._lost.get(key, until) for key in kept}
-                self._await_lost()
-                self._records = {**kept, **listed}
-            case Put(key, value):
-                self._lost.pop(key, None)
-                record = self._parse(key, value)
-                if record is None:
-                    self._records.pop(key, None)
-                else:
-                    self._records[key] = record
-            case Delete(key):
-                self._lost.pop(key, None)
+        until = asyncio.get_running_loop().time() + _RETURN_S
+        for key, value in changes(event, self._records).items():
+            if value is None and isinstance(event, Snapshot):
+                self._lost.setdefault(key, until)
+                continue
+            self._lost.pop(key, None)
+            record = None if value is None else self._parse(key, value)
+            if record is None:
                 self._records.pop(key, None)
+            else:
+                self._records[key] = record
+        self._await_lost()
         self._publish()
 
     def _parse(self, key: str, value: bytes) -> EndpointRecord | None:

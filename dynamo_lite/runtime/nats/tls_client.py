@@ -4,10 +4,8 @@ A NATS server begins in plain text and announces there whether it wants TLS. nat
 that announcement, so a man in the middle could make it send the password in plain text.
 """
 
-import asyncio
 import logging
-import ssl
-from urllib.parse import ParseResult
+from typing import Any
 
 from nats import errors
 
@@ -46,43 +44,17 @@ class TlsClient(PersistentClient):
         return super()._connect_command()
 
 
-class _TlsProtocol(asyncio.StreamReaderProtocol):
-    """StreamReaderProtocol keeps a connection open that the server has ended, unless it was made
-    with TLS. After `start_tls` it does not know of TLS, and the loop logs that it cannot do that:
-    at every end of a connection."""
-
-    def eof_received(self) -> bool:
-        super().eof_received()
-        return False
-
-
 class _TlsTransport(LoopTransport):
     """Records whether the TLS handshake has succeeded."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.secured = False
+    secured = False
 
-    async def connect_tls(
-        self,
-        uri: str | ParseResult,
-        ssl_context: ssl.SSLContext,
-        buffer_size: int,
-        connect_timeout: int,
-    ) -> None:
-        assert self._io_writer is not None, "connect first"
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        protocol = _TlsProtocol(reader)
-        async with asyncio.timeout(connect_timeout):
-            transport = await loop.start_tls(
-                self._io_writer.transport,
-                protocol,
-                ssl_context,
-                server_hostname=uri if isinstance(uri, str) else uri.hostname,
-            )
-        assert transport is not None
-        self._io_reader = reader
-        self._io_writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+    async def connect_tls(self, *args: Any, **options: Any) -> None:
+        await super().connect_tls(*args, **options)
+        # `start_tls` does not tell the protocol, which would keep a connection open that the server
+        # has ended, and the loop would log each time that TLS cannot do that.
+        writer: Any = self._io_writer
+        writer._protocol._over_ssl = True
         self.secured = True
 
     async def wait_closed(self) -> None:

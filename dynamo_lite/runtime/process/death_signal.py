@@ -12,12 +12,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(sig: int = signal.SIGTERM) -> None:
     """Asks the kernel to send `sig` to this process when its parent ends (Linux).
 
-    The parent may have ended before the call: compare `os.getppid()` afterwards. Does
-    nothing on systems without prctl.
+    The parent may have ended before the call: compare `os.getppid()` afterwards.
     """
-    prctl = getattr(_LIBC, "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
 
 
 def death_signal_hook(sig: int = signal.SIGTERM) -> Callable[[], None]:

@@ -52,11 +52,11 @@ async def open_kv_picker(
         )
     )
     picker = KvPicker(follower, options)
-    follower.on_load(picker.reported)
+    follower.on_load(picker.loads.reported)
 
     def on_workers(joined: frozenset[int], left: frozenset[int]) -> None:
         for lease_id in left:
-            picker.left(lease_id)
+            picker.loads.left(lease_id)
 
     stack.enter_context(workers.on_change(on_workers))
     host.registry.register(RouterMetrics(picker))
@@ -110,7 +110,7 @@ class Router:
             "ok": self._picker is not None,
             "checks": {"index": "" if self._picker else "not open yet: wait"},
             "workers": len(self._workers.members) if self._workers is not None else 0,
-            "requests": len(self._picker.requests) if self._picker is not None else 0,
+            "requests": len(self._picker.loads.requests) if self._picker is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
 
@@ -144,7 +144,7 @@ class Router:
             self._picker.answered(_own_id(fates.client, request_id))
         for request_id in fates.released:
             own = _own_id(fates.client, request_id)
-            if own in self._picker.requests:
+            if own in self._picker.loads.requests:
                 self._picker.released(own)
             else:
                 self._release_early(own)
@@ -158,9 +158,9 @@ class Router:
     def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
         """A Frontend that is gone reports no outcomes any more."""
         assert self._picker is not None
-        clients = tuple(_own_id(client, "") for client in left)
-        for request_id in [name for name in self._picker.requests if name.startswith(clients)]:
-            self._picker.released(request_id)
+        loads, clients = self._picker.loads, tuple(_own_id(client, "") for client in left)
+        for request_id in [name for name in loads.requests if name.startswith(clients)]:
+            loads.released(request_id)
 
 
 def _own_id(client: int, request_id: str) -> str:

@@ -115,7 +115,7 @@ class Endpoint:
             )
             async with self.client:
                 yield self
-            await eventually(lambda: worker.server.session("front.1") is None)
+            await eventually(lambda: not worker.server._sessions)
             await worker.idle()
         await all_closed(self.network)
 
@@ -187,23 +187,20 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         await endpoint.worker.idle()
         engine.gate = gate = asyncio.Event()
         session: Any = _LocalSession(gate)
-        server.open_session("local", session)
         engine.submit = lambda request: cancel.step(take(engine, request))
-        cancel.action = lambda: server.close_session(session)
+        cancel.action = lambda: server.closed(session)
         request = encode(generate_request("b"))
         server.submit(session, "b", request)
         asyncio.get_running_loop().call_later(0.1, gate.set)
         await gate.wait()
         await delivered()
-        server.close_session(session)
+        server.closed(session)
         await endpoint.worker.idle()
         assert "b" in engine.aborted
         await endpoint.works()
 
 
 class _LocalSession:
-    client_id = "local"
-
     def __init__(self, gate: asyncio.Event):
         self._gate = gate
 
