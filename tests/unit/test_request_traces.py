@@ -1,6 +1,5 @@
 """The spans that workers record for a traced request, and that other requests have none."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,14 +7,11 @@ import pytest
 from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import Claim
-from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
-from dynamo_lite.serve.services.generation_trace import TracedGeneration
+from dynamo_lite.protocol.trace import new_trace, traced
 from tests.builders import CLAIM, ManualClock
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
-from tests.unit.recorder import Recorder, Told
+from tests.unit.recorder import Recorder
 from tests.unit.test_prefix_reads import Half as Reader
 from tests.unit.test_ranks import Decode as DecodeMemory
 from tests.unit.test_ranks import MemoryFabric as Fabric
@@ -117,61 +113,6 @@ def test_each_chunk_and_each_write_of_a_job_is_reported_by_one_rank(rank: int):
         *(("prefill chunk", 2), ("transfer", 2), ("prefill chunk", 1), ("transfer", 1))
     ]
     assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
-
-
-class Engine:
-    def __init__(self) -> None:
-        self.taken: list[GenerateRequest] = []
-        self.aborted: list[str] = []
-        self.full = False
-
-    async def submit(self, request: GenerateRequest) -> None:
-        if self.full:
-            raise Refused("full", elsewhere=True)
-        self.taken.append(request)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
-
-
-def generation(headers: Any) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="r1",
-        prompt_token_ids=[1, 2, 3],
-        sampling=b"",
-        arrival_time=0.0,
-        trace_headers=headers,
-    )
-
-
-FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
-
-
-async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():
-    engine, recorder = Engine(), Recorder()
-    handler = TracedGeneration(engine, recorder)
-    await handler.submit(generation(new_trace().headers()))
-    await handler.abort(["r1", "unknown"])
-    engine.full = True
-    with pytest.raises(Refused):
-        await handler.submit(generation(new_trace().headers()))
-    ends: list[Told] = recorder.spans
-    assert [(s.attributes["dynamo_lite.finish_reason"], s.error) for s in ends] == [
-        ("abort", ""),
-        ("", "full"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "headers", [None, {}, HOSTILE, TraceContext("1" * 32, "2" * 16, sampled=False).headers()]
-)
-async def test_a_generation_that_is_not_traced_reaches_the_engine_without_a_context(headers: Any):
-    engine, recorder = Engine(), Recorder()
-    handler = TracedGeneration(engine, recorder)
-    await handler.submit(generation(headers))
-    handler.delivered([TokenDelta("r1", [7], finish_reason="stop", prefill=FIRST)])
-    assert not recorder.spans
-    assert not engine.taken[0].trace_headers
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -18,9 +18,8 @@ REMOTE = {
     ("POST /v1/completions", "Frontend", "client"),
     ("generate", "Frontend", "POST /v1/completions"),
     ("route", "Frontend", "generate"),
-    ("decode worker", "VllmWorker", "generate"),
-    ("decision", "VllmWorker", "decode worker"),
-    ("remote prefill", "VllmWorker", "decode worker"),
+    ("decision", "VllmWorker", "generate"),
+    ("remote prefill", "VllmWorker", "generate"),
     ("publish", "VllmWorker", "remote prefill"),
     ("queue wait", "VllmWorker", "remote prefill"),
     ("prefill job", "PrefillWorker", "remote prefill"),
@@ -28,13 +27,12 @@ REMOTE = {
     ("wait", "PrefillWorker", "prefill job"),
     ("prefill chunk", "PrefillWorker", "prefill job"),
     ("transfer", "PrefillWorker", "prefill job"),
-    ("resume", "VllmWorker", "decode worker"),
-    ("first token", "VllmWorker", "decode worker"),
+    ("resume", "VllmWorker", "generate"),
 }
 #: One after the other. A job may be pulled before the broker has confirmed its push.
 ORDER = (
-    *("POST /v1/completions", "generate", "decode worker", "decision", "remote prefill"),
-    *("prefill job", "wait", "prefill chunk", "transfer", "resume", "first token"),
+    *("POST /v1/completions", "generate", "decision", "remote prefill"),
+    *("prefill job", "wait", "prefill chunk", "transfer", "resume"),
 )
 #: In the order of their ends. Ends of the two chains have no order: a write has ended when its
 #: writer sees it, which may be after the decode worker has read its notification.
@@ -90,7 +88,7 @@ def test_one_trace_of_a_remote_prefill_has_every_stage(disagg: Graph, collector:
     for earlier, later in chain.from_iterable(map(pairwise, CHAINS)):
         assert last[earlier].end <= last[later].end + SLACK_NS, (earlier, later)
     assert last["transfer"].start <= first["remote prefill"].end + SLACK_NS
-    assert first["first token"].end <= first["generate"].end + SLACK_NS
+    assert first["resume"].end <= first["generate"].end + SLACK_NS
     assert first["generate"].end <= first["POST /v1/completions"].end
     # Several chunks, each written while the next one is computed.
     chunks, writes = ([s for s in spans if s.name == n] for n in ("prefill chunk", "transfer"))
