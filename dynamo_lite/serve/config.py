@@ -119,8 +119,7 @@ class GraphConfig:
     @property
     def here(self) -> list[ServiceConfig]:
         """The services that this command starts processes for, in drain order."""
-        outer = (c for c in self.services if c.service.component)
-        return [c for c in outer if self.only in (None, c.service.name)]
+        return [c for c in self.services if self.only in (None, c.service.name)]
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -152,10 +151,10 @@ def resolve(
 
     Args:
         namespace: overrides the document's.
-        only: the service to start alone; it must have a process of its own.
+        only: the service to start alone.
     """
     _check_sections(document, graph)
-    startable = [service.name for service in graph.services if service.component]
+    startable = [service.name for service in graph.services]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
@@ -189,22 +188,19 @@ def describe(config: GraphConfig) -> dict[str, Any]:
     """The resolved configuration in the form of the YAML file."""
     described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
     for c in config.services:
-        described[c.service.name] = {**_kebab_keys(c.options), **c.flags}
-        if c.service.inside:
-            described[c.service.name]["runs-inside"] = c.service.inside
-        else:
-            described[c.service.name]["ServiceArgs"] = {
-                "workers": c.workers,
-                "status-port": c.status_port,
-                "devices": c.devices,
-                "env": dict(c.env),
-            }
+        args = {
+            "workers": c.workers,
+            "status-port": c.status_port,
+            "devices": c.devices,
+            "env": dict(c.env),
+        }
+        described[c.service.name] = {**_kebab_keys(c.options), **c.flags, "ServiceArgs": args}
     return described
 
 
 def accepted_keys(service: Service) -> list[str]:
     """The keys of a service's section, without vLLM's arguments."""
-    return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
+    return [*field_keys(service.config), *_SERVICE_KEYS]
 
 
 def section_of(key: str, service: Service) -> str:
@@ -248,11 +244,6 @@ def _resolve_service(
     if isinstance(env := given.get("env"), dict):
         given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
     args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
-    if service.inside:
-        if given:
-            why = f"{service.name} runs inside {service.inside}: set ServiceArgs there"
-            document.complain((*path, "ServiceArgs"), why)
-        args["workers"] = 0
     args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
     return ServiceConfig(service=service, options=options, flags=flags, **args)
 
@@ -309,7 +300,9 @@ def _check_sections(document: Document, graph: Graph) -> None:
     for section in map(str, document.tree):
         if section not in accepted:
             message = unknown_key(section, accepted).replace("key", "section", 1)
-            if section in [service.name for service in EVERY_SERVICE]:
+            if gone := removed_option(section):
+                message = gone
+            elif section in [service.name for service in EVERY_SERVICE]:
                 message = (
                     f"this graph has no {section}: choose another graph, or remove the section"
                 )

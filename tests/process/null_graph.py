@@ -19,7 +19,7 @@ from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
 from tests.null_engine import NullEngine
 
 #: Tokens that are letters in the tiny model's vocabulary: `b` to `u`, by position.
@@ -105,4 +105,4 @@ _WORKER = Service(
 #: Workers alone, for clients that are in the Frontend's place.
 Worker = Graph(services=(_WORKER,))
 #: With the configuration file of any graph with these services.
-Frontend = FRONTEND.link(PROCESSOR).link(replace(_WORKER, flags="engine"))
+Frontend = FRONTEND.link(replace(_WORKER, flags="engine"))

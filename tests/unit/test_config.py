@@ -19,7 +19,7 @@ from dynamo_lite.serve.child_environment import VARIABLES, child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
+from dynamo_lite.serve.services.services import FRONTEND, ROUTER, VLLM_WORKER, Graph
 from graphs import agg, agg_router, disagg, disagg_planner, disagg_router, forward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def test_a_key_of_the_service_wins_over_the_common_one(load: Loader):
          "VllmWorker": {"common-configs": ["model", "dtype"]}},
         graph=agg.Frontend,
     )  # fmt: skip
-    assert [c.flags.get("dtype") for c in config.services] == ["float", None, "half"]
+    assert [c.flags.get("dtype") for c in config.services] == ["float", "half"]
 
 
 def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
@@ -239,8 +239,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
             "--VllmWorker.hf-overrides={2026-11-25: 1}",
             "not valid YAML: keys must be str, int, float, bool or None, not date",
         ),
-        ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
-        ("--Processor.model=m", "accepted: none"),
+        ("--Processor.model=m", "--Processor.model: Processor: removed in 0.3.0: nothing: it is"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "ServiceArgs.env: expected "),
         ("--VllmWorker.remote-prefill=1", "expected `bool`, got 1"),
         (
@@ -319,7 +318,7 @@ def test_graphs_do_not_interfere(load: Loader):
 
 
 def test_a_graph_is_complete_and_without_doubles():
-    graph = FRONTEND.link(PROCESSOR)
+    graph = FRONTEND.link(ROUTER)
     assert graph.missing() == ["VllmWorker"]
     with pytest.raises(ValueError, match="twice"):
         graph.link(VLLM_WORKER).link(VLLM_WORKER)
@@ -474,7 +473,7 @@ def test_the_service_s_environment_goes_before_ours_and_ours_before_a_default(
 
 def test_a_fixed_status_port_is_the_first_of_a_service_s_processes(load: Loader):
     config = load(GOOD, "--VllmWorker.ServiceArgs.status-port=9000")
-    assert [service.status_port for service in config.services] == [0, 0, 9000, 0]
+    assert [service.status_port for service in config.services] == [0, 9000, 0]
     assert describe(config)["VllmWorker"]["ServiceArgs"]["status-port"] == 9000
 
 
