@@ -148,7 +148,6 @@ def serve(
     from dynamo_lite.serve.launches import ServeRequest
     from dynamo_lite.serve.startup_checks import (
         check_planner_budget,
-        check_stored_responses,
         check_urls,
         settle_edge,
     )
@@ -162,7 +161,6 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_planner_budget(config, document)
-    check_stored_responses(config, document)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir)
     verdicts = state_dir / "cache" / "vllm-arguments"

@@ -8,12 +8,11 @@ of the service itself overrides a common one.
 """
 
 import itertools
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 
@@ -44,13 +43,6 @@ _MUST_FIT = (
     *("dtype", "kv-cache-dtype", "max-model-len", "revision", "hf-overrides"),
     "override-generation-config",
 )
-#: vLLM's arguments whose product is the number of an engine's devices, unless one of `_SPREAD` is
-#: given: then other devices of the engine are another host's.
-_RANKS = (
-    *("tensor-parallel-size", "pipeline-parallel-size"),
-    *("prefill-context-parallel-size", "data-parallel-size"),
-)
-_SPREAD = frozenset({"nnodes", "data-parallel-size-local", "data-parallel-rank"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,16 +195,6 @@ def accepted_keys(service: Service) -> list[str]:
     return [*field_keys(service.config), *_SERVICE_KEYS]
 
 
-def section_of(key: str, service: Service) -> str:
-    """The section that has this key, which the service's own section has not; "" if none has."""
-    parts = get_type_hints(service.config)
-    sections = {f"{service.name}.{kebab(name)}": kind for name, kind in parts.items()}
-    sections |= {f"{service.name}.ServiceArgs": ServiceArgs, "Graph": GraphOptions}
-    sections |= {other.name: other.config for other in EVERY_SERVICE}
-    found = (name for name, kind in sections.items() if is_dataclass(kind))
-    return next((name for name in found if key in field_keys(sections[name])), "")
-
-
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
     given = document.section("Graph")
     if namespace is not None:
@@ -329,26 +311,12 @@ def _check_devices(document: Document, config: GraphConfig) -> None:
         if c.devices and DEVICES in c.env:
             message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
             document.complain(where, message)
-        if c.devices and c.service.flags == "engine" and not _SPREAD & c.flags.keys():
-            _check_ranks(document, where, c)
     need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
     if sum(need.values()) > len(names):
         each = ", ".join(f"{name} {count}" for name, count in need.items())
         document.complain(
             ("Graph", "devices"), f"{len(names)} devices, but the services need more: {each}"
         )
-
-
-def _check_ranks(document: Document, where: KeyPath, c: ServiceConfig) -> None:
-    """An engine with fewer devices than ranks fails after its imports; one with more leaves some
-    idle."""
-    ranks = {key: c.flags.get(key, 1) for key in _RANKS}
-    # vLLM's parser complains about what is no number.
-    sizes = [size for size in ranks.values() if isinstance(size, int)]
-    if len(sizes) == len(ranks) and math.prod(sizes) != c.devices:
-        given = {key: size for key, size in ranks.items() if key in c.flags} or {_RANKS[0]: 1}
-        product = " * ".join(f"{key} {size}" for key, size in given.items())
-        document.complain(where, f"{c.devices}, but an engine uses {math.prod(sizes)}: {product}")
 
 
 def _check_agreement(

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
-from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
+from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -29,9 +29,8 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
-from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.child_environment import DEVICES, child_environment
+from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
@@ -55,7 +54,6 @@ _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 _EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET_EDGE = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
-_RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 def check_addresses(config: GraphConfig) -> None:
@@ -70,18 +68,15 @@ def check_addresses(config: GraphConfig) -> None:
         for number in range(service.workers if first else 0):
             option = f"{name}.ServiceArgs.status-port"
             wanted.append(("Graph.bind-host", bind_host, first + number, option))
-    found = dict[tuple[str, int], str]()
     for host_option, host, port, option in wanted:
         try:
             free = can_listen(host, port)
         except OSError as exc:
             why = f"{host_option}: cannot listen on {host}: {exc.strerror}"
             raise StartupError(why) from exc
-        other = found.get((host, port), "") if port else ""
-        if other or not free:
-            why = f"that of {other}, too" if other else "in use"
-            raise StartupError(f"port {port} on {host} is {why}; choose another: --{option}=PORT")
-        found[host, port] = option
+        if not free:
+            why = f"port {port} on {host} is in use; choose another: --{option}=PORT"
+            raise StartupError(why)
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:
@@ -147,19 +142,6 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_service_account(service: ServiceConfig) -> None:
-    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
-    options = KubernetesOptions(**service.options.get("kubernetes", {}))
-    if not options.scales or service.workers == 0:
-        return
-    try:
-        KubernetesApi(options.url, Path(options.service_account))
-    except ConfigError as exc:
-        raise ConfigError(
-            [f"{service.service.name}.{mistake}" for mistake in exc.mistakes]
-        ) from exc
-
-
 def check_planner_budget(config: GraphConfig, document: Document) -> None:
     """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
 
@@ -187,28 +169,6 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
             f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
             " workers (ServiceArgs.workers)",
         )
-
-
-def shared_gpu(config: GraphConfig, version: str) -> str:
-    """A line about engines that open the same GPUs; "" if there are none. version: of vLLM."""
-    engines = [c for c in config.here if c.service.flags == "engine" and not c.devices]
-    count = sum(c.workers for c in engines if DEVICES not in c.env)
-    if count < 2 or not version.startswith("vllm "):  # the CUDA build
-        return ""
-    return (
-        f"{count} engines open the same GPUs, as they have no ServiceArgs.devices; to give each its"
-        " own, set these and Graph.devices"
-    )
-
-
-def check_stored_responses(config: GraphConfig, document: Document) -> None:
-    """Adds several Frontends that store responses to the document's mistakes."""
-    for service in config.here:
-        if service.service.config is not FrontendConfig or service.workers < 2:
-            continue
-        if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
-            why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
-            document.complain((service.service.name, "ServiceArgs", "workers"), why)
 
 
 def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:

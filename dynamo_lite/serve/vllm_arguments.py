@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.serve.config import GraphConfig, accepted_keys, section_of
+from dynamo_lite.serve.config import GraphConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.processes import answer_of
 from dynamo_lite.serve.run_state import write_private
@@ -56,12 +56,9 @@ def _key_of(version: str, section: dict[str, Any]) -> str:
 
 
 def _verdict(service: Service, mistake: Mistake) -> str:
-    """The message for a mistake. An unknown key may be another section's, or a misspelt one of
-    the service's own."""
+    """The message for a mistake. An unknown key may be a misspelt one of the service's own."""
     if mistake["message"] != UNKNOWN_KEY:
         return mistake["message"]
-    if section := section_of(mistake["key"], service):
-        return f"unknown key in this section: it is one of {section}"
     message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
     return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
 

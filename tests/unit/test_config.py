@@ -136,26 +136,6 @@ def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
 
 
 @pytest.mark.parametrize(
-    ("devices", "flags", "mistake"),
-    [
-        (0, {"tensor-parallel-size": 4}, ""),
-        (4, {"tensor-parallel-size": 2, "data-parallel-size": 2}, ""),
-        (1, {"tensor-parallel-size": 4}, "1, but an engine uses 4: tensor-parallel-size 4"),
-        (4, {}, "4, but an engine uses 1: tensor-parallel-size 1"),
-        (2, {"tensor-parallel-size": 4, "nnodes": 2}, ""),
-    ],
-)
-def test_an_engine_has_a_device_for_each_rank(
-    load: Loader, devices: int, flags: dict[str, int], mistake: str
-):
-    where = "--VllmWorker.ServiceArgs.devices"
-    overrides = [f"--VllmWorker.{key}={value}" for key, value in flags.items()]
-    overrides += [f"{where}={devices}", "--Graph.devices=8"]
-    found = load.mistakes(GOOD, *overrides) if mistake else load(GOOD, *overrides) and []
-    assert found == [f"{where}: {mistake}"] * bool(mistake)
-
-
-@pytest.mark.parametrize(
     ("only", "devices", "order"),
     [
         (None, "[4, 5, GPU-c]", ("4", "5", "GPU-c")),

@@ -10,9 +10,7 @@ import pytest
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve import vllm_arguments
 from dynamo_lite.serve.document import Document
-from dynamo_lite.serve.services.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER, Service
 from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
-from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
 
 
 @pytest.fixture
@@ -78,18 +76,3 @@ def test_a_vllm_that_was_not_tried_is_refused(
     with pytest.raises(StartupError, match=r"vllm 0\.29\.0 was not tried .*--allow-untested-vllm"):
         mistakes(tmp_path, Back={})
     assert asked == []
-
-
-@pytest.mark.parametrize(
-    ("service", "key", "section"),
-    [
-        (VLLM_WORKER, "devices", "VllmWorker.ServiceArgs"),
-        (FRONTEND, "kv-weight", "Frontend.kv-router"),
-        (PREFILL_WORKER, "max-local-prefill-length", "VllmWorker"),
-        (VLLM_WORKER, "grace-s", "Graph"),
-    ],
-)
-def test_a_key_of_another_section_is_named_with_it(service: Service, key: str, section: str):
-    mistake = Mistake(section="", key=key, message=UNKNOWN_KEY, nearest=["device-ids"])
-    said = vllm_arguments._verdict(service, mistake)
-    assert said == f"unknown key in this section: it is one of {section}"
