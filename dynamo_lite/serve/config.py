@@ -24,9 +24,7 @@ from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, keba
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
     EVERY_SERVICE,
-    PREFILL_WORKER,
     ROUTER,
-    VLLM_WORKER,
     Graph,
     Service,
 )
@@ -35,14 +33,9 @@ from dynamo_lite.serve.services.services import (
 _SHARED_SECTIONS = ("Graph", "Common")
 _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
-#: Options or vLLM arguments that must have one value in all services that have them.
+#: Options or vLLM arguments that must have one value in all services that have them. What else a
+#: prefill worker's KV depends on is compared when the engines run (`vllm/engine/fingerprint.py`).
 _MUST_AGREE = ("queue", "model")
-#: vLLM's arguments without which a prefill worker's KV is not valid for a decode worker. Everything
-#: else is compared when the engines run (`vllm/engine/fingerprint.py`).
-_MUST_FIT = (
-    *("dtype", "kv-cache-dtype", "max-model-len", "revision", "hf-overrides"),
-    "override-generation-config",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +157,9 @@ def resolve(
         if key not in used:
             document.complain(("Common", key), "no service lists this key in its common-configs")
     config = GraphConfig(shared=shared, services=tuple(services), only=only)
-    _check_agreement(document, services, _MUST_AGREE)
+    _check_agreement(document, services)
     if only is None:
         # One that starts alone may be meant for others than those of the file.
-        pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
-        if all(c.options.get("remote_prefill", True) for c in pair):
-            _check_agreement(document, pair, _MUST_FIT)
         _check_router(document, config)
     if shared_fits:  # otherwise it has no devices
         _check_devices(document, config)
@@ -319,27 +309,16 @@ def _check_devices(document: Document, config: GraphConfig) -> None:
         )
 
 
-def _check_agreement(
-    document: Document, services: Sequence[ServiceConfig], keys: Sequence[str]
-) -> None:
-    for key in keys:
+def _check_agreement(document: Document, services: Sequence[ServiceConfig]) -> None:
+    for key in _MUST_AGREE:
         values = {
             c.service.name: c.flags.get(key, _kebab_keys(c.options.get(key)))
             for c in services
             if key in c.flags or key in c.options
         }
         if len({repr(value) for value in values.values()}) > 1:
-            found = "; ".join(f"{name} has {value!r}" for name, value in _differing(values).items())
+            found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
             document.complain((next(iter(values)), key), f"must have the same value: {found}")
-
-
-def _differing(values: dict[str, Any]) -> dict[str, Any]:
-    """Of mappings only the keys whose values differ."""
-    if not all(isinstance(value, dict) for value in values.values()):
-        return values
-    first, *others = values.values()
-    same = {key for key in first if all(other.get(key) == first[key] for other in others)}
-    return {name: {k: v for k, v in one.items() if k not in same} for name, one in values.items()}
 
 
 def _kebab_keys(options: Any) -> Any:
