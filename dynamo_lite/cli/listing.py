@@ -36,7 +36,7 @@ from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.run_state import none_runs, read_run, running_certificates
+from dynamo_lite.serve.run_state import read_run, running_certificates
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class OnGraph:
         running = read_run(self.state_dir)
         url = self.etcd_url or (running.etcd if running else None)
         if url is None:
-            raise StartupError(f"{none_runs(self.state_dir)}; name a server with --etcd-url")
+            raise StartupError(f"no graph runs on {self.state_dir}; name a server with --etcd-url")
         namespace = self.namespace
         if namespace is None:
             namespace = running.namespace if running else "dynamo"

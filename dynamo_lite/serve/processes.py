@@ -149,20 +149,3 @@ def free_port(host: str = "127.0.0.1") -> int:
                 probe.bind((host, port))
                 return probe.getsockname()[1]
     raise OSError(errno.EADDRINUSE, f"no free port on {host}")
-
-
-def can_listen(host: str, port: int) -> bool:
-    """Whether a server can listen on this address now. Raises OSError for an unknown host."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as exc:
-            if exc.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise
-    return True

@@ -29,12 +29,13 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, can_listen, output_of
+from dynamo_lite.serve.processes import answer_of, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.compat import vllm_version
@@ -59,24 +60,18 @@ _GET_EDGE = "run scripts/get_vllm_rs, and set edge-binary to the path that it pr
 def check_addresses(config: GraphConfig) -> None:
     """Raises StartupError when a process that starts here cannot listen."""
     bind_host = config.shared.bind_host
-    # The option of the host, the host, the port and its option.
-    wanted = [("Graph.bind-host", bind_host, 0, "")]
+    wanted = [("Graph.bind-host", bind_host, 0)]
     for service in config.here:
         name, first = service.service.name, service.status_port
         if service.workers and (address := http_address(service)) is not None:
-            wanted.append((f"{name}.host", *address, f"{name}.port"))
+            wanted.append((f"{name}.port", *address))
         for number in range(service.workers if first else 0):
-            option = f"{name}.ServiceArgs.status-port"
-            wanted.append(("Graph.bind-host", bind_host, first + number, option))
-    for host_option, host, port, option in wanted:
+            wanted.append((f"{name}.ServiceArgs.status-port", bind_host, first + number))
+    for option, host, port in wanted:
         try:
-            free = can_listen(host, port)
-        except OSError as exc:
-            why = f"{host_option}: cannot listen on {host}: {exc.strerror}"
-            raise StartupError(why) from exc
-        if not free:
-            why = f"port {port} on {host} is in use; choose another: --{option}=PORT"
-            raise StartupError(why)
+            bind(host, port).close()
+        except StartupError as exc:
+            raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:

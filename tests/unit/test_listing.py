@@ -10,15 +10,13 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli import listing, scale
 from dynamo_lite.cli.listing import (
-    OnGraph,
     as_table,
     member_rows,
 )
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.run_state import RunState, lone_folder, write_run
+from dynamo_lite.serve.run_state import RunState, write_run
 from tests.builders import endpoint_record
 from tests.hostile import answering
 
@@ -97,16 +95,3 @@ async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_p
     leases = await scale._least_busy(tmp_path, "VllmWorker", 2, [7, 8, 9], said.append)
     assert leases == [8, 9]
     assert "Operator.pem: it cannot be read" in said[0]
-
-
-async def test_services_that_run_alone_are_named_where_no_graph_runs(tmp_path: Path):
-    folder = lone_folder(tmp_path, "VllmWorker", 0)
-    for each in (folder, lone_folder(tmp_path, "VllmWorker", 1)):
-        each.mkdir(parents=True)
-    write_run(folder, RunState(pid=os.getpid(), started_at=0.0, graph="g", namespace="n"))
-    with pytest.raises(StartupError) as refused:
-        OnGraph(state_dir=tmp_path).place()
-    named = f"no graph runs on {tmp_path} but the services {folder} (--state-dir); name a server"
-    assert str(refused.value).startswith(named)
-    with pytest.raises(StartupError, match=f"but the services {folder} "):
-        await scale._scale(tmp_path, {}, False, 0, print)
