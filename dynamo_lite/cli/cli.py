@@ -163,8 +163,7 @@ def serve(
     check_planner_budget(config, document)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir)
-    verdicts = state_dir / "cache" / "vllm-arguments"
-    check_vllm_arguments(config, document, verdicts, allow_untested=allow_untested_vllm)
+    check_vllm_arguments(config, document, allow_untested=allow_untested_vllm)
     if not document.mistakes:
         config = settle_edge(config, document)
     document.raise_mistakes()

@@ -1,7 +1,6 @@
-"""The check of vLLM's arguments, and the files in which its verdicts are kept."""
+"""The check of vLLM's arguments."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return questions
 
 
-def mistakes(cache: Path, **flags: dict[str, Any]) -> list[str]:
+def mistakes(**flags: dict[str, Any]) -> list[str]:
     """Of a graph with these services."""
     services = [
         SimpleNamespace(service=SimpleNamespace(name=name, flags="engine"), flags=given)
@@ -39,40 +38,22 @@ def mistakes(cache: Path, **flags: dict[str, Any]) -> list[str]:
     ]
     config: Any = SimpleNamespace(services=services)
     document = Document(source="x.yaml")
-    check_vllm_arguments(config, document, cache)
+    check_vllm_arguments(config, document)
     return document.mistakes
 
 
-def test_a_cache_that_cannot_be_written_is_no_trouble(tmp_path: Path, asked: list[Any]):
-    (tmp_path / "file").touch()
-    found = mistakes(tmp_path / "file" / "verdicts", Back={"seed": "x"})
-    assert found == ["x.yaml: Back.seed: no number"]
-    assert len(asked) == 1
-
-
-def test_each_section_is_judged_once_for_all_graphs(tmp_path: Path, asked: list[Any]):
-    def judged(**seeds: Any) -> list[str]:
-        flags = {name: {"seed": seed} for name, seed in seeds.items()}
-        return mistakes(tmp_path / "verdicts", **flags)
-
-    assert judged(Back=1, Front=2) == []
-    assert judged(Front=2) == judged(Other=1, Back=2) == []
+def test_a_mistake_is_that_of_its_section(asked: list[Any]):
+    assert mistakes(Back={"seed": 1}, Front={"seed": "x"}) == ["x.yaml: Front.seed: no number"]
     assert [list(question) for question in asked] == [["Back", "Front"]]
-    assert judged(Back=1, Front="x") == ["x.yaml: Front.seed: no number"]
-    assert [list(question) for question in asked[1:]] == [["Front"]]
-    assert judged(Other="x", Back=1) == ["x.yaml: Other.seed: no number"]
-    assert len(asked) == 2
 
 
-def test_a_mapping_may_have_keys_that_are_numbers(tmp_path: Path, asked: list[Any]):
+def test_a_mapping_may_have_keys_that_are_numbers(asked: list[Any]):
     flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
-    assert mistakes(tmp_path / "verdicts", Back=flags) == []
+    assert mistakes(Back=flags) == []
 
 
-def test_a_vllm_that_was_not_tried_is_refused(
-    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_vllm_that_was_not_tried_is_refused(asked: list[Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm_arguments, "vllm_version", lambda: "vllm 0.29.0")
     with pytest.raises(StartupError, match=r"vllm 0\.29\.0 was not tried .*--allow-untested-vllm"):
-        mistakes(tmp_path, Back={})
+        mistakes(Back={})
     assert asked == []
