@@ -19,7 +19,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
+from dynamo_lite.serve.child_environment import VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
@@ -143,9 +143,7 @@ def resolve(
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
-    before = len(document.mistakes)
     shared = _shared_options(document, namespace)
-    shared_fits = len(document.mistakes) == before
     common, used = document.section("Common"), set[str]()
     services: list[ServiceConfig] = []
     for service in graph.services:
@@ -161,8 +159,6 @@ def resolve(
     if only is None:
         # One that starts alone may be meant for others than those of the file.
         _check_router(document, config)
-    if shared_fits:  # otherwise it has no devices
-        _check_devices(document, config)
     return config
 
 
@@ -290,23 +286,6 @@ def _check_router(document: Document, config: GraphConfig) -> None:
         if c.options.get("router") == "component" and config.get(ROUTER.name) is None:
             why = "this graph has no Router: choose kv, or a graph with one (graphs.disagg_router)"
             document.complain((c.service.name, "router"), why)
-
-
-def _check_devices(document: Document, config: GraphConfig) -> None:
-    names, services = config.shared.device_names, config.here
-    if len(set(names)) < len(names):
-        document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
-    for c in services:
-        where = (c.service.name, "ServiceArgs", "devices")
-        if c.devices and DEVICES in c.env:
-            message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-            document.complain(where, message)
-    need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
-    if sum(need.values()) > len(names):
-        each = ", ".join(f"{name} {count}" for name, count in need.items())
-        document.complain(
-            ("Graph", "devices"), f"{len(names)} devices, but the services need more: {each}"
-        )
 
 
 def _check_agreement(document: Document, services: Sequence[ServiceConfig]) -> None:
