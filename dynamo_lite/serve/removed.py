@@ -93,6 +93,7 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config watch": "`config get` shows what is set",
         "planner unset": "`planner set` with the number that there is",
         "planner explain": "`planner status`; the planner's log has each decision",
+        "drain --json": "nothing: it prints the choice as a line",
         "ps --links": "`dynamo-lite top` shows failed links; all others work",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "join --kv-events": "nothing: the engine is assumed to hold what it was sent",

@@ -65,9 +65,6 @@ async def test_every_rank_decides_and_receives_for_itself(ranks: Graph, referenc
             reply = await messaging.request(subject, encode(Explain(last=99)), timeout_s=5.0)
             assert decode_explained(reply).decisions, f"{engine} had its share"
     assert json.loads(command(ranks, "top", "--json"))["failed_links"] == []
-    pools = await ranks.pools()
-    tokens = ranks.health("VllmWorker")["kv_tokens"]
-    assert tokens == 32 * sum(pool.total_blocks for pool in pools)
     await ranks.settled()
 
 

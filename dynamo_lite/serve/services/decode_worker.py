@@ -140,7 +140,6 @@ class LoadedWorker:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
-            "kv_tokens": sum(each.num_blocks * each.block_size_tokens for each in metadata),
             "max_running": load.max_running,
             "options": self._options.facts(),
         }
