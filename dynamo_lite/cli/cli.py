@@ -149,9 +149,9 @@ def serve(
     from dynamo_lite.serve.startup_checks import (
         check_planner_budget,
         check_urls,
+        check_vllm_arguments,
         settle_edge,
     )
-    from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
     check_urls(nats_url, etcd_url)
     value = load_graph(graph)

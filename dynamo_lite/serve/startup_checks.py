@@ -1,6 +1,5 @@
-"""Checks before any process starts: ports, servers, models, the planner's budget, the Rust edge;
-vLLM's arguments are checked in `vllm_arguments.py`. And what must be there by then: the demo model,
-a shared port.
+"""Checks before any process starts: ports, servers, models, the planner's budget, vLLM's arguments,
+the Rust edge. And what must be there by then: the demo model, a shared port.
 
 A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
 Nothing has been started by then.
@@ -8,6 +7,7 @@ Nothing has been started by then.
 
 import asyncio
 import contextlib
+import json
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +32,14 @@ from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig
-from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
+from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import answer_of, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.services import PLANNER
-from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.serve.services.services import PLANNER, Service
+from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
+from dynamo_lite.vllm.compat import require_tested, vllm_version
 from dynamo_lite.vllm.edge_choice import (
     Obstacle,
     check_version,
@@ -48,6 +49,7 @@ from dynamo_lite.vllm.edge_choice import (
 )
 
 _ACCESS_TIMEOUT_S = 60.0
+_VLLM_TIMEOUT_S = 180.0
 
 #: In Hugging Face's format, in Mistral's.
 _MODEL_FILES = ("config.json", "params.json")
@@ -164,6 +166,40 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
             f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
             " workers (ServiceArgs.workers)",
         )
+
+
+def check_vllm_arguments(
+    config: GraphConfig, document: Document, *, allow_untested: bool = False
+) -> None:
+    """Adds what vLLM's own parsers refuse to the document's mistakes. They run in a process of
+    their own, because importing them takes seconds. allow_untested: also of a vLLM that was not
+    tried.
+
+    Raises StartupError when vLLM is not installed or was not tried, or its parsers fail.
+    """
+    services = {c.service.name: c for c in config.services if c.service.flags != "none"}
+    if not services:
+        return
+    require_tested(vllm_version(), allow_untested=allow_untested)
+    sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
+    for mistake in _ask_vllm(json.dumps(sections, default=str)):
+        service = services[mistake["section"]].service
+        document.complain((service.name, mistake["key"]), _verdict(service, mistake))
+
+
+def _verdict(service: Service, mistake: Mistake) -> str:
+    """The message for a mistake. An unknown key may be a misspelt one of the service's own."""
+    if mistake["message"] != UNKNOWN_KEY:
+        return mistake["message"]
+    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
+    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+
+
+def _ask_vllm(question: str) -> list[Mistake]:
+    """Raises StartupError. An interrupt ends the parsers, too."""
+    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
+    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
+    return asyncio.run(answer).get("mistakes", [])
 
 
 def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:
