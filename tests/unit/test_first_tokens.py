@@ -184,7 +184,7 @@ async def serving() -> AsyncIterator[tuple[MemoryMessaging, list[TokenDelta], li
     engine: Any = SimpleNamespace(first_token=first_token, metadata=None, load=EngineLoad())
     server: Any = SimpleNamespace(deliver=sent.extend)
     options: Any = None
-    worker = LoadedWorker(host, VllmWorkerConfig(), engine, server, None, options)
+    worker = LoadedWorker(host, VllmWorkerConfig(), engine, server, options)
     handler = counted(worker.on_first_token, "first_token", drops.append)
     async with messaging.serve(SUBJECT, handler):
         yield messaging, sent, drops
