@@ -1,7 +1,8 @@
 """The embedded nats-server and etcd that a graph starts when no URL is configured.
 
 Both are single nodes on the loopback interface without replication; etcd does not sync its
-disk. Production configures URLs of real servers. Data and log are in `directory`.
+disk. Production configures URLs of real servers. Data and log are in `directory`; a second
+start on the same directory and port finds the data of the first.
 """
 
 import asyncio
@@ -44,13 +45,17 @@ _CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 
 
 class EmbeddedServer(ABC):
-    """Starts one server program, waits until it is ready, restarts it, ends its process group."""
+    """Starts one server program, waits until it is ready, restarts it, ends its process group.
+
+    port: 0 takes a free one.
+    """
 
     name = ""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.port = free_port()
+    def __init__(self, directory: Path, port: int = 0):
+        self.directory = Path(directory)
+        self.port = port or free_port()
+        self._ports = 1 if port else _PORTS
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
         #: Set during a drain: failed restarts no longer raise.
@@ -103,7 +108,7 @@ class EmbeddedServer(ABC):
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(_PORTS)):
+        for left in reversed(range(self._ports)):
             try:
                 await self.restart()
                 break
@@ -196,8 +201,8 @@ class EmbeddedNats(EmbeddedServer):
 
     name = "nats-server"
 
-    def __init__(self, directory: Path, *, token: str = ""):
-        super().__init__(directory)
+    def __init__(self, directory: Path, port: int = 0, *, token: str = ""):
+        super().__init__(directory, port)
         self._token = token
 
     @property
@@ -237,8 +242,8 @@ class EmbeddedEtcd(EmbeddedServer):
 
     name = "etcd"
 
-    def __init__(self, directory: Path, *, private: bool = False):
-        super().__init__(directory)
+    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
+        super().__init__(directory, port)
         self._private = private
         self._context: ssl.SSLContext | None = None
 

@@ -38,9 +38,9 @@ async def test_a_drawn_port_that_was_taken_before_the_start_is_drawn_again(tmp_p
         taken = other.getsockname()[1]
         async with server:
             assert server.port != taken
-        server.port = taken
         with pytest.raises(StartupError, match=f"port {taken} is in use"):
-            await server.restart()
+            async with Server(tmp_path, taken):
+                pass
 
 
 async def test_a_silent_end_is_not_explained_by_an_earlier_start(tmp_path: Path):
