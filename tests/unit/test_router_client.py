@@ -9,7 +9,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, RequestOutcomes, decode_fates
-from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
@@ -57,7 +56,6 @@ class Scene:
             cast("Roster", self.routers),
             namespace="n",
             lease_id=15,
-            fallback=RoundRobin(),
             again_s=0.02,
         )
 

@@ -231,7 +231,6 @@ class RequestDispatcher:
                 await enter(Roster(host.store, prefix, host.drops)),
                 namespace=namespace,
                 lease_id=host.lease.id,
-                fallback=RoundRobin(),
                 registry=host.registry,
                 on_drop=host.drops,
             )

@@ -37,7 +37,6 @@ class RemoteRouter(Picker):
 
     Args:
         lease_id: of this Frontend.
-        fallback: picks workers while no router responds.
         again_s: delay before outcomes that could not be published are published again.
     """
 
@@ -48,14 +47,14 @@ class RemoteRouter(Picker):
         *,
         namespace: str,
         lease_id: int,
-        fallback: RoundRobin,
         again_s: float = _AGAIN_S,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
     ):
         self._messaging, self._routers, self._again_s = messaging, routers, again_s
         self._namespace, self._lease_id = namespace, lease_id
-        self._fallback, self._on_drop = fallback, on_drop
+        #: Picks workers while no router responds.
+        self._fallback, self._on_drop = RoundRobin(), on_drop
         self._fallbacks = Counter(
             "dynamo_lite_router_fallbacks",
             "Requests placed round-robin because no router responded",
@@ -115,13 +114,11 @@ class RemoteRouter(Picker):
         if (placed := self._placed.get(request_id)) is not None:
             router, own_id = placed
             self._outcomes_for(router)[0].append(own_id)
-        self._fallback.answered(request_id)
 
     def released(self, request_id: str) -> None:
         if (placed := self._placed.pop(request_id, None)) is not None:
             router, own_id = placed
             self._outcomes_for(router)[1].append(own_id)
-        self._fallback.released(request_id)
 
     async def _request_pick(
         self,
