@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Service
+from dynamo_lite.serve.services.services import FRONTEND, Service
 from tests.null_engine import NullEngine
 
 #: A token that has a letter in the tiny model's vocabulary.
@@ -67,4 +67,4 @@ def _worker(name: str) -> Service:
 
 
 BUSY_WORKER = "BusyWorker"
-Frontend = FRONTEND.link(PROCESSOR).link(_worker(FRONTEND.calls)).link(_worker(BUSY_WORKER))
+Frontend = FRONTEND.link(_worker(FRONTEND.calls)).link(_worker(BUSY_WORKER))

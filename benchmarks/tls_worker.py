@@ -18,7 +18,7 @@ from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 from tests.null_engine import NullEngine
 
@@ -69,6 +69,6 @@ def _worker(name: str) -> Service:
 
 
 _WORKERS = (_worker(FRONTEND.calls), _worker(BUSY_WORKER))
-Frontend = Graph(services=(FRONTEND, PROCESSOR, *_WORKERS))
+Frontend = Graph(services=(FRONTEND, *_WORKERS))
 #: They start in seconds, since nothing of vLLM is imported.
 Workers = Graph(services=_WORKERS)

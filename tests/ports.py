@@ -11,7 +11,7 @@ _RESERVED: list[socket.socket] = []
 def reserved_port() -> int:
     """A TCP port that no other call returns, also not in another process, until this one ends."""
     while True:
-        port = free_port("127.0.0.1")
+        port = free_port()
         reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             # Without SO_REUSEADDR, so that it fails if the port was reserved meanwhile.

@@ -86,10 +86,6 @@ class DecodeWorkerModel:
         return self.engine.usage
 
     @property
-    def kv_tokens(self) -> int:
-        return self._timing.kv_tokens
-
-    @property
     def max_running(self) -> int:
         return self._timing.max_num_seqs
 

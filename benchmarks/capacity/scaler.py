@@ -137,6 +137,5 @@ def _reported(worker: DecodeWorkerModel) -> LiveProcess:
         running=worker.running,
         waiting=worker.waiting,
         kv_usage=worker.kv_usage,
-        kv_tokens=worker.kv_tokens,
         max_running=worker.max_running,
     )

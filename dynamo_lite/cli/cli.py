@@ -148,11 +148,10 @@ def serve(
     from dynamo_lite.serve.launches import ServeRequest
     from dynamo_lite.serve.startup_checks import (
         check_planner_budget,
-        check_stored_responses,
         check_urls,
+        check_vllm_arguments,
         settle_edge,
     )
-    from dynamo_lite.serve.vllm_arguments import check_vllm_arguments
 
     check_urls(nats_url, etcd_url)
     value = load_graph(graph)
@@ -162,11 +161,9 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_planner_budget(config, document)
-    check_stored_responses(config, document)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir)
-    verdicts = state_dir / "cache" / "vllm-arguments"
-    check_vllm_arguments(config, document, verdicts, allow_untested=allow_untested_vllm)
+    check_vllm_arguments(config, document, allow_untested=allow_untested_vllm)
     if not document.mistakes:
         config = settle_edge(config, document)
     document.raise_mistakes()
@@ -213,35 +210,20 @@ def examples_(
 
 @app.command()
 @on_graph("nats_url")
-def ps(
-    graph: OnGraph,
-    links: Annotated[
-        bool,
-        typer.Option("--links", help="List the links between prefill and decode workers instead."),
-    ] = False,
-    as_json: Json = False,
-) -> None:
+def ps(graph: OnGraph, as_json: Json = False) -> None:
     """List the live processes of a graph and their state.
 
     STATE is ready, starting, draining, unwell (it cannot work; see its log), unfit (a prefill
-    worker that fits no decode engine; --links shows why) or silent (its status server does not
-    respond).
-
-    With --links: list each prefill worker with each decode engine, by their leases. STATE is ok
-    or failed: the prefill worker takes no jobs of this engine until NEXT TRY, because a transfer
-    has failed or the engines do not fit; DETAIL shows why. The last lines show how many prefill
-    workers each decode engine can use: those whose link has not failed.
+    worker that fits no decode engine; `dynamo-lite top` shows why) or silent (its status server
+    does not respond).
     """
     place = graph.place()
 
     async def read_rows() -> list[dict[str, Any]]:
-        if links:
-            return await listing.link_rows(place)
         return await listing.member_rows(await listing.members(place), place.certificates())
 
     rows = asyncio.run(read_rows())
-    show = listing.as_link_table if links else listing.as_table
-    print(json.dumps(rows, indent=2) if as_json else show(rows))
+    print(json.dumps(rows, indent=2) if as_json else listing.as_table(rows))
 
 
 @app.command()
@@ -254,11 +236,12 @@ def top(
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
 ) -> None:
-    """Watch a running graph: workers, queue, decisions, latencies, transfers, links.
+    """Watch a running graph: workers, queue, decisions, latencies, transfers, failed links.
 
     RUNNING and WAITING count requests, for a prefill worker jobs. Rates cover the last 10
     seconds and latencies, which the Frontend measures, the last 60; with --once and --json
-    both cover one --interval. TOTAL counts since the live workers started. Ctrl-C exits. The
+    both cover one --interval. A prefill worker takes no jobs over a failed link until NEXT TRY.
+    TOTAL counts since the live workers started. Ctrl-C exits. The
     Frontend serves the same view at /dashboard. Of a Forwarder it shows requests, the engines
     that all Forwarders use per role, and answers per second: disaggregated, alone (and why) and
     passed on.

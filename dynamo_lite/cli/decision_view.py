@@ -35,7 +35,7 @@ def _queue(queue: QueueSeen) -> str:
     alive, usable = queue.prefill_workers_alive, queue.prefill_workers
     workers = _count(usable, "prefill worker")
     if alive > usable:
-        failed = "the links of the others have failed (`dynamo-lite ps --links`)"
+        failed = "the links of the others have failed (`dynamo-lite top`)"
         workers = f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
     ahead = f"{_count(queue.jobs, 'job')} with {_count(queue.tokens, 'token')} to compute"
     return f"{ahead}; {workers}; read {queue.age_s:.2f} s earlier"

@@ -2,9 +2,7 @@
 watches it leave."""
 
 import asyncio
-import json
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -67,7 +65,6 @@ def drain(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Longest wait in seconds; the drain goes on.")
     ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the choice as JSON.")] = False,
 ) -> None:
     """Remove one worker, and say when it is safe to kill.
 
@@ -98,15 +95,8 @@ def drain(
             record, reason, workers = await pick(place, component, force=force)
         else:
             record, reason, workers = await find(place, wanted, force=force)
-        facts = {
-            "component": record.component,
-            "lease": f"{record.lease_id:x}",
-            "host": record.host,
-            "reason": reason,
-        }
-        shown = table(_COLUMNS, [_cells(one, record.lease_id) for one in workers])
-        print(json.dumps(facts) if as_json else shown, flush=True)
-        say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+        say = partial(print, flush=True)
+        say(table(_COLUMNS, [_cells(one, record.lease_id) for one in workers]))
         say(f"{record.component} {record.lease_id:x}: {reason}")
         if dry_run:
             say("dry run: nothing was revoked")

@@ -7,7 +7,6 @@ supervisor, which forks, must not have gRPC's threads.
 import asyncio
 import functools
 import inspect
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -32,19 +31,18 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_all, decode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR
-from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.overview.compose import state_of
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.run_state import none_runs, read_run, running_certificates
+from dynamo_lite.serve.run_state import read_run, running_certificates
 
 T = TypeVar("T")
 
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
 )
-_LINK_COLUMNS = ("prefill", "decode", "state", "next_try", "detail")
 _UNKNOWN = "-"
 
 
@@ -83,7 +81,7 @@ class OnGraph:
         running = read_run(self.state_dir)
         url = self.etcd_url or (running.etcd if running else None)
         if url is None:
-            raise StartupError(f"{none_runs(self.state_dir)}; name a server with --etcd-url")
+            raise StartupError(f"no graph runs on {self.state_dir}; name a server with --etcd-url")
         namespace = self.namespace
         if namespace is None:
             namespace = running.namespace if running else "dynamo"
@@ -188,43 +186,6 @@ async def member_rows(
     ]
 
 
-async def link_rows(place: Place) -> list[dict[str, Any]]:
-    """`as_link_rows` of every live prefill worker with every decode engine.
-
-    Raises StartupError or Unavailable when etcd does not respond.
-    """
-    async with open_store(place) as store:
-        prefix = names.endpoint_prefix(place.namespace, "PrefillWorker", "prefill")
-        workers = await store.get_prefix(prefix)
-        engines = await store.get_prefix(names.nixl_metadata_prefix(place.namespace))
-        links = await store.get_prefix(names.links_prefix(place.namespace))
-    return as_link_rows(
-        [record.lease_id for record in decode_all(workers, _endpoint)],
-        sorted(decode_all(engines, decode_engine), key=lambda e: (e.lease_id, e.engine_id)),
-        decode_all(links, lambda value: decode_json(value, LinkRecord)),
-    )
-
-
-def as_link_rows(
-    prefill_leases: Iterable[int], engines: Iterable[EngineMetadata], links: Iterable[LinkRecord]
-) -> list[dict[str, Any]]:
-    failed = {(link.prefill_lease_id, link.engine_id): link for link in links}
-    rows: list[dict[str, Any]] = []
-    for lease_id, engine in itertools.product(prefill_leases, engines):
-        link = failed.get((lease_id, engine.engine_id))
-        rows.append(
-            {
-                "prefill": f"{lease_id:x}",
-                "decode": f"{engine.lease_id:x}",
-                "engine": engine.engine_id,
-                "state": "ok" if link is None else "failed",
-                "detail": "" if link is None else link.detail,
-                "next_try": None if link is None else link.next_try,
-            }
-        )
-    return rows
-
-
 def as_table(rows: list[dict[str, Any]]) -> str:
     return table(
         _MEMBER_COLUMNS,
@@ -233,20 +194,6 @@ def as_table(rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
-
-
-def as_link_table(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        {**row, "next_try": as_next_try(row["next_try"]) if row["state"] == "failed" else _UNKNOWN}
-        for row in rows
-    ]
-    lines = [table(_LINK_COLUMNS, [[row[name] for name in _LINK_COLUMNS] for row in cells])]
-    engines = {row["engine"]: row["decode"] for row in rows}
-    for engine, decode in engines.items():
-        states = [row["state"] for row in rows if row["engine"] == engine]
-        usable = sum(state != "failed" for state in states)
-        lines.append(f"decode {decode}: {usable} of {len(states)} prefill workers usable")
-    return "\n".join(lines)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -18,7 +18,7 @@ from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
 from dynamo_lite.runtime.supervisor_client import order
-from dynamo_lite.serve.run_state import ProcessState, none_runs, read_run
+from dynamo_lite.serve.run_state import ProcessState, read_run
 
 #: Between two looks at what was ordered: the supervisor sends no event when its counts change.
 _POLL_S = 0.2
@@ -85,7 +85,7 @@ async def _scale(
     when an order is not possible, and StartupError when one fails later.
     """
     if read_run(state_dir) is None:
-        raise StartupError(f"{none_runs(state_dir)}; name its folder with --state-dir")
+        raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
     _check(targets, (await order(state_dir, Counts())).counts, force)
     for component, target in targets.items():
         await _order(state_dir, component, target, say)

@@ -1,4 +1,4 @@
-"""`dynamo-lite top`: frames of a running graph, one, or a sequence until a signal.
+"""`dynamo-lite top`: frames of a running graph, one, or on a terminal one after the other.
 
 A frame is readable with 80 columns or more.
 """
@@ -6,6 +6,7 @@ A frame is readable with 80 columns or more.
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Sequence
 
@@ -29,9 +30,11 @@ _WRONG = "bold red"
 
 async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Until a signal, which is no failure: connections are closed and the terminal is restored.
+    One frame where there is no terminal.
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
+    once = once or not sys.stdout.isatty()
     task = asyncio.ensure_future(_show(place, interval_s, once=once, as_json=as_json))
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
@@ -40,37 +43,26 @@ async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) ->
 
 
 async def _show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """A frame per `interval_s`, or fewer if one takes longer. On a terminal each replaces the last;
-    elsewhere they are printed in sequence. One frame is plain text, not cut to the terminal's
-    width, or JSON."""
-    console = Console(
-        highlight=False,
-        color_system=None if once else "auto",
-        width=_PLAIN_WIDTH if once else None,
-    )
-    shows_live = console.is_terminal and not once
-    live = Live(console=console, screen=True, auto_refresh=False) if shows_live else None
-    loop = asyncio.get_running_loop()
+    """Frames of which each replaces the last, with `interval_s` between them. One frame is plain
+    text, not cut to the terminal's width, or JSON."""
     async with (
         open_store(place) as store,
         Observer(store, place.namespace, certificates=place.certificates()) as observer,
     ):
-        with live or contextlib.nullcontext():
-            seen, due = await observer.look(), loop.time()
-            while not once:
-                if live is not None:
+        seen = await observer.look()
+        if not once:
+            with Live(screen=True, auto_refresh=False) as live:
+                while True:
                     live.update(as_frame(seen), refresh=True)
-                else:
-                    console.print(as_frame(seen), "")
-                due = max(due + interval_s, loop.time())
-                await asyncio.sleep(due - loop.time())
-                seen = await observer.look()
+                    await asyncio.sleep(interval_s)
+                    seen = await observer.look()
         # Rates need two looks.
         await asyncio.sleep(interval_s)
         seen = await observer.look()
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(seen), indent=2).decode())
     else:
+        console = Console(highlight=False, color_system=None, width=_PLAIN_WIDTH)
         console.print(as_frame(seen))
 
 

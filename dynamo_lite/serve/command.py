@@ -51,10 +51,7 @@ async def serve(request: ServeRequest) -> int:
     progress = Progress()
     here = request.config.here
     if any(service.service.flags != "none" for service in here):
-        version = vllm_version()
-        progress.line("serve", f"{version}; tried are {tested_range()}")
-        if line := startup_checks.shared_gpu(request.config, version):
-            progress.line("serve", line)
+        progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, again=force.set))
         started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]
@@ -106,7 +103,6 @@ def check_quickly(config: GraphConfig, state_dir: Path) -> None:
             _lock_for_graph(state_dir, stack)
     startup_checks.check_addresses(config)
     for service in config.here:
-        startup_checks.check_service_account(service)
         if service.service.flags != "none":
             startup_checks.check_model(service)
 

@@ -8,26 +8,23 @@ of the service itself overrides a common one.
 """
 
 import itertools
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
+from dynamo_lite.serve.child_environment import VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
     EVERY_SERVICE,
-    PREFILL_WORKER,
     ROUTER,
-    VLLM_WORKER,
     Graph,
     Service,
 )
@@ -36,21 +33,9 @@ from dynamo_lite.serve.services.services import (
 _SHARED_SECTIONS = ("Graph", "Common")
 _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
-#: Options or vLLM arguments that must have one value in all services that have them.
+#: Options or vLLM arguments that must have one value in all services that have them. What else a
+#: prefill worker's KV depends on is compared when the engines run (`vllm/engine/fingerprint.py`).
 _MUST_AGREE = ("queue", "model")
-#: vLLM's arguments without which a prefill worker's KV is not valid for a decode worker. Everything
-#: else is compared when the engines run (`vllm/engine/fingerprint.py`).
-_MUST_FIT = (
-    *("dtype", "kv-cache-dtype", "max-model-len", "revision", "hf-overrides"),
-    "override-generation-config",
-)
-#: vLLM's arguments whose product is the number of an engine's devices, unless one of `_SPREAD` is
-#: given: then other devices of the engine are another host's.
-_RANKS = (
-    *("tensor-parallel-size", "pipeline-parallel-size"),
-    *("prefill-context-parallel-size", "data-parallel-size"),
-)
-_SPREAD = frozenset({"nnodes", "data-parallel-size-local", "data-parallel-rank"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +104,7 @@ class GraphConfig:
     @property
     def here(self) -> list[ServiceConfig]:
         """The services that this command starts processes for, in drain order."""
-        outer = (c for c in self.services if c.service.component)
-        return [c for c in outer if self.only in (None, c.service.name)]
+        return [c for c in self.services if self.only in (None, c.service.name)]
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -152,16 +136,14 @@ def resolve(
 
     Args:
         namespace: overrides the document's.
-        only: the service to start alone; it must have a process of its own.
+        only: the service to start alone.
     """
     _check_sections(document, graph)
-    startable = [service.name for service in graph.services if service.component]
+    startable = [service.name for service in graph.services]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
-    before = len(document.mistakes)
     shared = _shared_options(document, namespace)
-    shared_fits = len(document.mistakes) == before
     common, used = document.section("Common"), set[str]()
     services: list[ServiceConfig] = []
     for service in graph.services:
@@ -173,15 +155,10 @@ def resolve(
         if key not in used:
             document.complain(("Common", key), "no service lists this key in its common-configs")
     config = GraphConfig(shared=shared, services=tuple(services), only=only)
-    _check_agreement(document, services, _MUST_AGREE)
+    _check_agreement(document, services)
     if only is None:
         # One that starts alone may be meant for others than those of the file.
-        pair = [c for c in services if c.service in (VLLM_WORKER, PREFILL_WORKER)]
-        if all(c.options.get("remote_prefill", True) for c in pair):
-            _check_agreement(document, pair, _MUST_FIT)
         _check_router(document, config)
-    if shared_fits:  # otherwise it has no devices
-        _check_devices(document, config)
     return config
 
 
@@ -189,32 +166,19 @@ def describe(config: GraphConfig) -> dict[str, Any]:
     """The resolved configuration in the form of the YAML file."""
     described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
     for c in config.services:
-        described[c.service.name] = {**_kebab_keys(c.options), **c.flags}
-        if c.service.inside:
-            described[c.service.name]["runs-inside"] = c.service.inside
-        else:
-            described[c.service.name]["ServiceArgs"] = {
-                "workers": c.workers,
-                "status-port": c.status_port,
-                "devices": c.devices,
-                "env": dict(c.env),
-            }
+        args = {
+            "workers": c.workers,
+            "status-port": c.status_port,
+            "devices": c.devices,
+            "env": dict(c.env),
+        }
+        described[c.service.name] = {**_kebab_keys(c.options), **c.flags, "ServiceArgs": args}
     return described
 
 
 def accepted_keys(service: Service) -> list[str]:
     """The keys of a service's section, without vLLM's arguments."""
-    return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
-
-
-def section_of(key: str, service: Service) -> str:
-    """The section that has this key, which the service's own section has not; "" if none has."""
-    parts = get_type_hints(service.config)
-    sections = {f"{service.name}.{kebab(name)}": kind for name, kind in parts.items()}
-    sections |= {f"{service.name}.ServiceArgs": ServiceArgs, "Graph": GraphOptions}
-    sections |= {other.name: other.config for other in EVERY_SERVICE}
-    found = (name for name, kind in sections.items() if is_dataclass(kind))
-    return next((name for name in found if key in field_keys(sections[name])), "")
+    return [*field_keys(service.config), *_SERVICE_KEYS]
 
 
 def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
@@ -248,11 +212,6 @@ def _resolve_service(
     if isinstance(env := given.get("env"), dict):
         given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
     args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
-    if service.inside:
-        if given:
-            why = f"{service.name} runs inside {service.inside}: set ServiceArgs there"
-            document.complain((*path, "ServiceArgs"), why)
-        args["workers"] = 0
     args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
     return ServiceConfig(service=service, options=options, flags=flags, **args)
 
@@ -309,7 +268,9 @@ def _check_sections(document: Document, graph: Graph) -> None:
     for section in map(str, document.tree):
         if section not in accepted:
             message = unknown_key(section, accepted).replace("key", "section", 1)
-            if section in [service.name for service in EVERY_SERVICE]:
+            if gone := removed_option(section):
+                message = gone
+            elif section in [service.name for service in EVERY_SERVICE]:
                 message = (
                     f"this graph has no {section}: choose another graph, or remove the section"
                 )
@@ -327,58 +288,16 @@ def _check_router(document: Document, config: GraphConfig) -> None:
             document.complain((c.service.name, "router"), why)
 
 
-def _check_devices(document: Document, config: GraphConfig) -> None:
-    names, services = config.shared.device_names, config.here
-    if len(set(names)) < len(names):
-        document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
-    for c in services:
-        where = (c.service.name, "ServiceArgs", "devices")
-        if c.devices and DEVICES in c.env:
-            message = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-            document.complain(where, message)
-        if c.devices and c.service.flags == "engine" and not _SPREAD & c.flags.keys():
-            _check_ranks(document, where, c)
-    need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
-    if sum(need.values()) > len(names):
-        each = ", ".join(f"{name} {count}" for name, count in need.items())
-        document.complain(
-            ("Graph", "devices"), f"{len(names)} devices, but the services need more: {each}"
-        )
-
-
-def _check_ranks(document: Document, where: KeyPath, c: ServiceConfig) -> None:
-    """An engine with fewer devices than ranks fails after its imports; one with more leaves some
-    idle."""
-    ranks = {key: c.flags.get(key, 1) for key in _RANKS}
-    # vLLM's parser complains about what is no number.
-    sizes = [size for size in ranks.values() if isinstance(size, int)]
-    if len(sizes) == len(ranks) and math.prod(sizes) != c.devices:
-        given = {key: size for key, size in ranks.items() if key in c.flags} or {_RANKS[0]: 1}
-        product = " * ".join(f"{key} {size}" for key, size in given.items())
-        document.complain(where, f"{c.devices}, but an engine uses {math.prod(sizes)}: {product}")
-
-
-def _check_agreement(
-    document: Document, services: Sequence[ServiceConfig], keys: Sequence[str]
-) -> None:
-    for key in keys:
+def _check_agreement(document: Document, services: Sequence[ServiceConfig]) -> None:
+    for key in _MUST_AGREE:
         values = {
             c.service.name: c.flags.get(key, _kebab_keys(c.options.get(key)))
             for c in services
             if key in c.flags or key in c.options
         }
         if len({repr(value) for value in values.values()}) > 1:
-            found = "; ".join(f"{name} has {value!r}" for name, value in _differing(values).items())
+            found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
             document.complain((next(iter(values)), key), f"must have the same value: {found}")
-
-
-def _differing(values: dict[str, Any]) -> dict[str, Any]:
-    """Of mappings only the keys whose values differ."""
-    if not all(isinstance(value, dict) for value in values.values()):
-        return values
-    first, *others = values.values()
-    same = {key for key in first if all(other.get(key) == first[key] for other in others)}
-    return {name: {k: v for k, v in one.items() if k not in same} for name, one in values.items()}
 
 
 def _kebab_keys(options: Any) -> Any:

@@ -24,9 +24,10 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port, parse_etcd_url
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.certificates import files_of
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.processes import can_listen, end_group, free_port, output_of, start_group
+from dynamo_lite.serve.processes import end_group, free_port, output_of, start_group
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState, write_private
 
@@ -112,7 +113,7 @@ class EmbeddedServer(ABC):
                 await self.restart()
                 break
             except StartupError:
-                if not left or can_listen("127.0.0.1", self.port):
+                if not left or not self._port_is_taken():
                     raise
                 self.port = free_port()
         return self
@@ -127,7 +128,7 @@ class EmbeddedServer(ABC):
         Raises StartupError when it does not become ready; nothing of it is left then.
         """
         await self.__aexit__()
-        if not can_listen("127.0.0.1", self.port):
+        if self._port_is_taken():
             # Otherwise a foreign server on this port could answer the readiness probe.
             why = f"port {self.port} is in use; stop the process that has it"
             raise StartupError(f"{self.name}: {why}")
@@ -161,6 +162,13 @@ class EmbeddedServer(ABC):
             await self.__aexit__()
             raise StartupError(f"{self.name} {why}; {self._log_tail()}")
         self.state.pid = self.pid
+
+    def _port_is_taken(self) -> bool:
+        try:
+            bind("127.0.0.1", self.port).close()
+        except StartupError:
+            return True
+        return False
 
     @property
     def _log_path(self) -> Path:

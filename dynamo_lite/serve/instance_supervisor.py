@@ -74,7 +74,6 @@ class InstanceSupervisor:
         self._progress, self._on_change = progress, on_change
         self._needed, self._backoff = needed, backoff
         self._stopping = asyncio.Event()
-        self._forced = False
         # It drains by itself and will not be restarted: its lease was revoked, or it got a signal.
         self._leaves = False
         self._process: asyncio.subprocess.Process | None = None
@@ -152,7 +151,6 @@ class InstanceSupervisor:
     def kill(self) -> None:
         """Sends SIGKILL to its process group; no restart. Does not wait until the group is
         empty."""
-        self._forced = True
         self._stopping.set()
         if self._process is not None:
             signal_group(self._process.pid, signal.SIGKILL)
@@ -168,9 +166,7 @@ class InstanceSupervisor:
             self._process, self.state.pid = process, process.pid
             self._change("starting")
             # `stop` or `kill` during the spawn had no process to signal.
-            if self._forced:
-                self.kill()
-            elif self._stopping.is_set():
+            if self._stopping.is_set():
                 terminate(process)
             code = await self._until_end(process, reports)
             lease = self.state.lease

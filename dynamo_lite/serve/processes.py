@@ -132,8 +132,9 @@ async def answer_of(what: str, module: str, question: bytes, kind: type[T], time
         raise StartupError(f"{what}: {exc}") from exc
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that no socket has now. It may be taken before it is used: be ready to retry.
+def free_port() -> int:
+    """A TCP port of loopback that no socket has now. It may be taken before it is used: be ready to
+    retry.
 
     It is outside the range for outgoing connections. So a restarted server finds its port
     free although clients tried to connect meanwhile.
@@ -141,28 +142,10 @@ def free_port(host: str = "127.0.0.1") -> int:
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
         end = int(limits.read().split()[0])
     low = [random.randrange(max(1024, end - _PORTS), end) for _ in range(_PORT_TRIES) if end > 1024]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*low, 0):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket() as probe:
             # No socket has the port, also none that does not listen.
             with contextlib.suppress(OSError):
-                probe.bind((host, port))
+                probe.bind(("127.0.0.1", port))
                 return probe.getsockname()[1]
-    raise OSError(errno.EADDRINUSE, f"no free port on {host}")
-
-
-def can_listen(host: str, port: int) -> bool:
-    """Whether a server can listen on this address now. Raises OSError for an unknown host."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as exc:
-            if exc.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise
-    return True
+    raise OSError(errno.EADDRINUSE, "no free port")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 _ROUTING = ("Frontend.kv-router", "Router.kv-router")
 _BY_LOAD = "nothing: engines are chosen by load, and by the prompts that they were sent"
 
-#: `Section.key` of the configuration file to what to use instead.
+#: `Section`, or `Section.key`, of the configuration file to what to use instead.
 REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "Forwarder.body-timeout-s": "nothing: a body may take 60 s to arrive",
@@ -33,7 +33,7 @@ REMOVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "Frontend.request-timeout-s": "nothing: a worker has 5 s to accept a request",
         "PrefillWorker.kv-checksum-rate": "nothing: contents of blocks are not compared",
         "PrefillWorker.transfer-thread": "nothing: a rank whose KV is on a GPU has the thread",
-        "Processor.request-timeout-s": "`Frontend.default-request-timeout-s`, which holds here too",
+        "Processor": "nothing: it is a part of the Frontend, and has no options",
         "Router.kv-router.max-index-blocks": "nothing: 2,000,000 blocks are remembered",
         "PrefillWorker.stream-layers": "nothing: all layers are written after each step",
         "Router.kv-router.temperature": "nothing: the best worker is taken",
@@ -93,6 +93,8 @@ REMOVED_COMMANDS: Mapping[str, str] = MappingProxyType(
         "config watch": "`config get` shows what is set",
         "planner unset": "`planner set` with the number that there is",
         "planner explain": "`planner status`; the planner's log has each decision",
+        "drain --json": "nothing: it prints the choice as a line",
+        "ps --links": "`dynamo-lite top` shows failed links; all others work",
         "join --insecure-skip-verify": "`--ca-file`: the authority of the engine's certificate",
         "join --kv-events": "nothing: the engine is assumed to hold what it was sent",
         "join --kv-replay": "nothing: the engine is assumed to hold what it was sent",

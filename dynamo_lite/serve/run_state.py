@@ -96,14 +96,6 @@ def lone_folder(state_dir: Path, service: str, number: int) -> Path:
     return state_dir / "lone" / f"{service}-{number}"
 
 
-def none_runs(state_dir: Path) -> str:
-    """The error of a command that finds no graph. A service that was started alone may be meant."""
-    lone = [str(one.parent) for one in sorted(state_dir.glob("lone/*/run.json"))]
-    found = [folder for folder in lone if read_run(Path(folder)) is not None]
-    services = f" but the services {', '.join(found)} (--state-dir)" if found else ""
-    return f"no graph runs on {state_dir}{services}"
-
-
 def running_certificates(running: RunState | None, namespace: str) -> Path | None:
     """The folder of the running graph of this namespace; None if it has none, or none runs."""
     if running is None or running.namespace != namespace or not running.certificates:

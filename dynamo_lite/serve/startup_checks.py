@@ -1,6 +1,5 @@
-"""Checks before any process starts: ports, servers, models, the planner's budget, the Rust edge;
-vLLM's arguments are checked in `vllm_arguments.py`. And what must be there by then: the demo model,
-a shared port.
+"""Checks before any process starts: ports, servers, models, the planner's budget, vLLM's arguments,
+the Rust edge. And what must be there by then: the demo model, a shared port.
 
 A failed check raises StartupError, or ConfigError for a file or a URL that the user has named.
 Nothing has been started by then.
@@ -8,6 +7,7 @@ Nothing has been started by then.
 
 import asyncio
 import contextlib
+import json
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
-from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
+from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.planner.policy.limits import contradictions, occupied
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -29,16 +29,17 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.certificates import Certificates
-from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.access import ServersToCheck
-from dynamo_lite.serve.child_environment import DEVICES, child_environment
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig
-from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.child_environment import child_environment
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
+from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, can_listen, output_of
+from dynamo_lite.serve.processes import answer_of, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.services import PLANNER
-from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.serve.services.services import PLANNER, Service
+from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
+from dynamo_lite.vllm.compat import require_tested, vllm_version
 from dynamo_lite.vllm.edge_choice import (
     Obstacle,
     check_version,
@@ -48,6 +49,7 @@ from dynamo_lite.vllm.edge_choice import (
 )
 
 _ACCESS_TIMEOUT_S = 60.0
+_VLLM_TIMEOUT_S = 180.0
 
 #: In Hugging Face's format, in Mistral's.
 _MODEL_FILES = ("config.json", "params.json")
@@ -55,33 +57,23 @@ _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 _EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET_EDGE = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
-_RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 def check_addresses(config: GraphConfig) -> None:
     """Raises StartupError when a process that starts here cannot listen."""
     bind_host = config.shared.bind_host
-    # The option of the host, the host, the port and its option.
-    wanted = [("Graph.bind-host", bind_host, 0, "")]
+    wanted = [("Graph.bind-host", bind_host, 0)]
     for service in config.here:
         name, first = service.service.name, service.status_port
         if service.workers and (address := http_address(service)) is not None:
-            wanted.append((f"{name}.host", *address, f"{name}.port"))
+            wanted.append((f"{name}.port", *address))
         for number in range(service.workers if first else 0):
-            option = f"{name}.ServiceArgs.status-port"
-            wanted.append(("Graph.bind-host", bind_host, first + number, option))
-    found = dict[tuple[str, int], str]()
-    for host_option, host, port, option in wanted:
+            wanted.append((f"{name}.ServiceArgs.status-port", bind_host, first + number))
+    for option, host, port in wanted:
         try:
-            free = can_listen(host, port)
-        except OSError as exc:
-            why = f"{host_option}: cannot listen on {host}: {exc.strerror}"
-            raise StartupError(why) from exc
-        other = found.get((host, port), "") if port else ""
-        if other or not free:
-            why = f"that of {other}, too" if other else "in use"
-            raise StartupError(f"port {port} on {host} is {why}; choose another: --{option}=PORT")
-        found[host, port] = option
+            bind(host, port).close()
+        except StartupError as exc:
+            raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
 
 
 def http_address(service: ServiceConfig) -> tuple[str, int] | None:
@@ -147,19 +139,6 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_service_account(service: ServiceConfig) -> None:
-    """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
-    options = KubernetesOptions(**service.options.get("kubernetes", {}))
-    if not options.scales or service.workers == 0:
-        return
-    try:
-        KubernetesApi(options.url, Path(options.service_account))
-    except ConfigError as exc:
-        raise ConfigError(
-            [f"{service.service.name}.{mistake}" for mistake in exc.mistakes]
-        ) from exc
-
-
 def check_planner_budget(config: GraphConfig, document: Document) -> None:
     """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
 
@@ -189,26 +168,38 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
         )
 
 
-def shared_gpu(config: GraphConfig, version: str) -> str:
-    """A line about engines that open the same GPUs; "" if there are none. version: of vLLM."""
-    engines = [c for c in config.here if c.service.flags == "engine" and not c.devices]
-    count = sum(c.workers for c in engines if DEVICES not in c.env)
-    if count < 2 or not version.startswith("vllm "):  # the CUDA build
-        return ""
-    return (
-        f"{count} engines open the same GPUs, as they have no ServiceArgs.devices; to give each its"
-        " own, set these and Graph.devices"
-    )
+def check_vllm_arguments(
+    config: GraphConfig, document: Document, *, allow_untested: bool = False
+) -> None:
+    """Adds what vLLM's own parsers refuse to the document's mistakes. They run in a process of
+    their own, because importing them takes seconds. allow_untested: also of a vLLM that was not
+    tried.
+
+    Raises StartupError when vLLM is not installed or was not tried, or its parsers fail.
+    """
+    services = {c.service.name: c for c in config.services if c.service.flags != "none"}
+    if not services:
+        return
+    require_tested(vllm_version(), allow_untested=allow_untested)
+    sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
+    for mistake in _ask_vllm(json.dumps(sections, default=str)):
+        service = services[mistake["section"]].service
+        document.complain((service.name, mistake["key"]), _verdict(service, mistake))
 
 
-def check_stored_responses(config: GraphConfig, document: Document) -> None:
-    """Adds several Frontends that store responses to the document's mistakes."""
-    for service in config.here:
-        if service.service.config is not FrontendConfig or service.workers < 2:
-            continue
-        if child_environment(service.env).get(_RESPONSES_STORE, "0") != "0":
-            why = f"stored responses ({_RESPONSES_STORE}) are in one process's memory: start one"
-            document.complain((service.service.name, "ServiceArgs", "workers"), why)
+def _verdict(service: Service, mistake: Mistake) -> str:
+    """The message for a mistake. An unknown key may be a misspelt one of the service's own."""
+    if mistake["message"] != UNKNOWN_KEY:
+        return mistake["message"]
+    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
+    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+
+
+def _ask_vllm(question: str) -> list[Mistake]:
+    """Raises StartupError. An interrupt ends the parsers, too."""
+    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
+    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
+    return asyncio.run(answer).get("mistakes", [])
 
 
 def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:

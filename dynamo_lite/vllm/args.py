@@ -8,18 +8,16 @@ It runs in a process of its own because importing vLLM's parsers takes seconds.
 
 import argparse
 import difflib
-import hashlib
 import io
 import json
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any, TypedDict
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.process.imports import import_large
-from dynamo_lite.vllm import accepted_args, compat, http_options
+from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.accepted_args import groups_of, refusal
 from dynamo_lite.vllm.http_options import tls_options
 
@@ -92,14 +90,6 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
         if kind == "frontend":
             mistakes += _tls_mistakes(section, content["args"])
     return mistakes
-
-
-def rules() -> str:
-    """Returns a digest of the rules of `check`, apart from those of vLLM."""
-    digest = hashlib.sha256()
-    for module in (sys.modules[__name__], accepted_args, compat, http_options):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()
 
 
 def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:

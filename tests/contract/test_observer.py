@@ -8,7 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.status import StatusServer
@@ -77,9 +79,13 @@ async def test_members_come_and_go(cluster: Cluster):
         lease, _ = await cluster.start("VllmWorker", "generate")
         # Without its page in time a worker is silent.
         seen = await seen_by(observer, lambda seen: [w.state for w in seen.workers] == ["ready"])
-        worker = seen.workers[0]
+        worker, mine = seen.workers[0], lease.id
         assert (worker.component, worker.lease) == ("VllmWorker", f"{lease.id:x}")
         assert (worker.running, worker.waiting) == (1, 2)
+        link = LinkRecord(prefill_lease_id=mine, engine_id="e", decode_lease_id=mine, detail="x")
+        await cluster.store.put(names.link_key(cluster.namespace, mine, "e"), encode_json(link))
+        await cluster.store.put(f"{names.links_prefix(cluster.namespace)}x", b"[]")
+        assert [one.detail for one in (await observer.look()).failed_links] == ["x"]
         key = names.endpoint_key(cluster.namespace, "VllmWorker", "generate", lease.id)
         await cluster.store.delete(key)
         await seen_by(observer, lambda seen: not seen.workers)

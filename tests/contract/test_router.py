@@ -14,7 +14,6 @@ from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
-from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -55,7 +54,6 @@ class Cluster:
             self.routers,
             namespace=namespace,
             lease_id=FRONTEND,
-            fallback=RoundRobin(),
             registry=self.registry,
         )
         self._stack = AsyncExitStack()

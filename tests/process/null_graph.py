@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.disagg.engine import DecodeEngine, PrefillEngine
-from dynamo_lite.disagg.queue.base import PrefillQueue, QueueOptions
+from dynamo_lite.disagg.engine import DecodeEngine
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
+from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
+from dynamo_lite.serve.services.vllm_backend import VllmBackend
 from tests.null_engine import NullEngine
 
 #: Tokens that are letters in the tiny model's vocabulary: `b` to `u`, by position.
@@ -59,8 +58,9 @@ class PacedEngine(NullEngine):
             await asyncio.sleep(self._step_s)
 
 
-class NullBackend:
-    def __init__(self, step_s: float):
+class NullBackend(VllmBackend):
+    def __init__(self, spec: ProcessSpec, step_s: float):
+        super().__init__(spec)
         self._step_s = step_s
 
     @staticmethod
@@ -69,23 +69,10 @@ class NullBackend:
 
     async def prepare(self) -> None: ...
 
-    def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
-        raise NotImplementedError
-
-    def open_queue(
-        self, host: Host, options: QueueOptions
-    ) -> AbstractAsyncContextManager[PrefillQueue]:
-        raise NotImplementedError
-
     def open_decode_engine(
         self, host: Host, config: VllmWorkerConfig
     ) -> AbstractAsyncContextManager[DecodeEngine]:
         return PacedEngine(self._step_s, self.token_at)
-
-    def open_prefill_engine(
-        self, host: Host, config: PrefillWorkerConfig, cells: ClaimCells
-    ) -> AbstractAsyncContextManager[PrefillEngine]:
-        raise NotImplementedError
 
 
 class NullWorker(VllmWorker):
@@ -95,7 +82,7 @@ class NullWorker(VllmWorker):
 
     def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
         own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, self.backend(config["step_s"]))
+        super().__init__(own, spec, self.backend(spec, config["step_s"]))
 
 
 _WORKER = Service(
@@ -105,4 +92,4 @@ _WORKER = Service(
 #: Workers alone, for clients that are in the Frontend's place.
 Worker = Graph(services=(_WORKER,))
 #: With the configuration file of any graph with these services.
-Frontend = FRONTEND.link(PROCESSOR).link(replace(_WORKER, flags="engine"))
+Frontend = FRONTEND.link(replace(_WORKER, flags="engine"))

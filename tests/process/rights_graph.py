@@ -15,7 +15,7 @@ from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
-from dynamo_lite.serve.services.services import FRONTEND, PLANNER, PROCESSOR, ROUTER, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, PLANNER, ROUTER, Graph, Service
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 from tests.process import null_graph
 
@@ -80,14 +80,7 @@ _PREFILL = Service(
 Backs = Graph(services=(ROUTER, _DECODE, _PREFILL, PLANNER))
 #: For the Frontend, with the configuration file of any graph.
 Front = (
-    FRONTEND.with_defaults(router="component")
-    .link(PROCESSOR)
-    .link(ROUTER)
-    .link(replace(_DECODE, flags="engine"))
+    FRONTEND.with_defaults(router="component").link(ROUTER).link(replace(_DECODE, flags="engine"))
 )
 #: Without a Router, as `graphs.disagg`; its configuration files fit.
-Disagg = (
-    FRONTEND.link(PROCESSOR)
-    .link(replace(_DECODE, flags="engine"))
-    .link(replace(_PREFILL, flags="engine"))
-)
+Disagg = FRONTEND.link(replace(_DECODE, flags="engine")).link(replace(_PREFILL, flags="engine"))

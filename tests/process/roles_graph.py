@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_lite.serve.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
 from tests.process import null_graph
 
 
@@ -64,7 +64,7 @@ _NULL = Service(
 _STAND_IN = Service(
     name="PrefillWorker", config=StandInConfig, component=f"{__name__}:StandIn", scalable=True
 )
-_served = FRONTEND.link(PROCESSOR).link(replace(_NULL, flags="engine"))
+_served = FRONTEND.link(replace(_NULL, flags="engine"))
 #: The shipped Frontend.
 Served = replace(_served, services=(*_served.services, _STAND_IN))
 #: Without the Frontend.

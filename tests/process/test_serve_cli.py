@@ -77,18 +77,17 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], option: str):
         port = taken.getsockname()[1]
         result = run("serve", *graph, "--state-dir", str(tmp_path), f"--{option}={port}")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        f"error: port {port} on 127.0.0.1 is in use; choose another: --{option}=PORT"
-    ]
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"error: {option}: cannot listen on 127.0.0.1:{port}: Address already")
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("graph", "key", "value", "message"),
     [
-        (STUB, "Front.host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
-        (STUB, "Graph.bind-host", "999.1.1.1", "cannot listen on 999.1.1.1: "),
-        (MODELLED, "Vllm.model", "./absent", "no model (config.json or params.json) at ./absent"),
+        (STUB, "Front.host", "999.1.1.1", "Front.port: cannot listen on 999.1.1.1:"),
+        (STUB, "Graph.bind-host", "999.1.1.1", "Graph.bind-host: cannot listen on 999.1.1.1:"),
+        (MODELLED, "Vllm.model", "./absent", "Vllm.model: no model (config.json or params.json)"),
     ],
 )
 def test_what_is_not_there_is_found_before_anything_starts(
@@ -96,7 +95,7 @@ def test_what_is_not_there_is_found_before_anything_starts(
 ):
     result = run("serve", graph, "--state-dir", str(tmp_path), f"--{key}={value}")
     [line] = result.stderr.splitlines()
-    assert (result.returncode, line.startswith(f"error: {key}: {message}")) == (1, True)
+    assert (result.returncode, line.startswith(f"error: {message}")) == (1, True)
     assert not any(tmp_path.iterdir())
 
 
@@ -288,8 +287,7 @@ def _parsers_of(parent: int) -> int | None:
 
 
 @pytest.mark.timeout(240)
-def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
-    """The verdict on an unchanged configuration is remembered."""
+def test_vllm_judges_its_own_arguments(tmp_path: Path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "graph.yaml"
     file.write_text(
@@ -309,11 +307,6 @@ def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
         f"error: {file}:1: Vllm.enforce-eager: expected true or false, got 1",
         f"error: {file}:1: Vllm.relese: unknown key; did you mean release? {accepted}",
     ]
-    [verdict] = (tmp_path / "cache" / "vllm-arguments").iterdir()
-    written = verdict.stat().st_mtime_ns
-    again = run(*arguments)
-    assert (again.returncode, again.stderr) == (2, first.stderr)
-    assert verdict.stat().st_mtime_ns == written
 
 
 def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):

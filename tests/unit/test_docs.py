@@ -25,7 +25,6 @@ LONGEST = {"README.md": 180, "ARCHITECTURE.md": 300}
 ELSEWHERE = {
     *(
         "run.json",
-        "cache/",
         "dynamo-lite-servers/etcd/",
         "dynamo-lite-servers/nats/",
         "plans/",

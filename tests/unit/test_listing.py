@@ -1,4 +1,4 @@
-"""What `ps` shows for a member, whether its process answers or not, and for pairs of workers."""
+"""What `ps` shows for a member, whether its process answers or not."""
 
 import os
 from pathlib import Path
@@ -10,20 +10,14 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli import listing, scale
 from dynamo_lite.cli.listing import (
-    OnGraph,
-    as_link_rows,
-    as_link_table,
-    as_next_try,
     as_table,
     member_rows,
 )
-from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.run_state import RunState, lone_folder, write_run
-from tests.builders import endpoint_record, engine_metadata
+from dynamo_lite.serve.run_state import RunState, write_run
+from tests.builders import endpoint_record
 from tests.hostile import answering
 
 
@@ -85,35 +79,6 @@ async def test_a_process_that_does_not_answer_is_silent(
     assert [row["state"] for row in rows] == ["silent"] * len(urls)
 
 
-def test_how_links_are_listed():
-    engines = [engine_metadata(f"d{number}", 9 + number) for number in (1, 2, 3)]
-    broken = LinkRecord(
-        prefill_lease_id=1, engine_id="d2", decode_lease_id=0xB, detail="no answer", next_try=3.0
-    )
-    unfit = LinkRecord(prefill_lease_id=1, engine_id="d3", decode_lease_id=0xC, detail="dtype")
-    of_nobody = msgspec.structs.replace(broken, engine_id="left")
-    rows = as_link_rows([1], engines, [broken, unfit, of_nobody])
-    assert rows == [
-        {"prefill": "1", "decode": d, "engine": e, "state": s, "detail": why, "next_try": at}
-        for d, e, s, why, at in [
-            ("a", "d1", "ok", "", None),
-            ("b", "d2", "failed", "no answer", 3.0),
-            ("c", "d3", "failed", "dtype", None),
-        ]
-    ]
-    next_try = as_next_try(3.0)
-    assert len(next_try) == len("00:00:03")
-    assert as_link_table(rows).splitlines() == [
-        "PREFILL  DECODE  STATE   NEXT TRY  DETAIL",
-        "1        a       ok      -",
-        f"1        b       failed  {next_try}  no answer",
-        "1        c       failed  never     dtype",
-        "decode a: 1 of 1 prefill workers usable",
-        "decode b: 0 of 1 prefill workers usable",
-        "decode c: 0 of 1 prefill workers usable",
-    ]
-
-
 async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_path: Path):
     """Loads are read with it, and a host of workers needs only the workers'."""
     make_certificates(folder := tmp_path / "certificates", "n", ["VllmWorker"])
@@ -130,16 +95,3 @@ async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_p
     leases = await scale._least_busy(tmp_path, "VllmWorker", 2, [7, 8, 9], said.append)
     assert leases == [8, 9]
     assert "Operator.pem: it cannot be read" in said[0]
-
-
-async def test_services_that_run_alone_are_named_where_no_graph_runs(tmp_path: Path):
-    folder = lone_folder(tmp_path, "VllmWorker", 0)
-    for each in (folder, lone_folder(tmp_path, "VllmWorker", 1)):
-        each.mkdir(parents=True)
-    write_run(folder, RunState(pid=os.getpid(), started_at=0.0, graph="g", namespace="n"))
-    with pytest.raises(StartupError) as refused:
-        OnGraph(state_dir=tmp_path).place()
-    named = f"no graph runs on {tmp_path} but the services {folder} (--state-dir); name a server"
-    assert str(refused.value).startswith(named)
-    with pytest.raises(StartupError, match=f"but the services {folder} "):
-        await scale._scale(tmp_path, {}, False, 0, print)

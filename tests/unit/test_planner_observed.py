@@ -9,7 +9,7 @@ REMOTE = 2
 
 
 def report(**changes: int | None) -> LiveProcess:
-    told = {"running": 10, "waiting": 4, "kv_tokens": 10_000, "max_running": 32, **changes}
+    told = {"running": 10, "waiting": 4, "max_running": 32, **changes}
     return LiveProcess(component="", instance=0, lease="", state="ready", kv_usage=0.5, **told)
 
 

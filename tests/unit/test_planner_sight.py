@@ -54,7 +54,6 @@ class Graph:
             running=2,
             waiting=3,
             kv_usage=0.5,
-            kv_tokens=1000,
         )
         self.metrics[name] = metrics
 

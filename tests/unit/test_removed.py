@@ -15,11 +15,10 @@ from dynamo_lite.serve.services.services import (
     FRONTEND,
     PLANNER,
     PREFILL_WORKER,
-    PROCESSOR,
     VLLM_WORKER,
 )
 
-GRAPH = FRONTEND.link(PROCESSOR).link(VLLM_WORKER).link(PREFILL_WORKER).link(PLANNER)
+GRAPH = FRONTEND.link(VLLM_WORKER).link(PREFILL_WORKER).link(PLANNER)
 
 
 def refused(tmp_path: Path, key: str) -> list[str]:

@@ -7,15 +7,11 @@ import pytest
 from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import Claim
-from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
-from dynamo_lite.serve.services.generation_trace import TracedGeneration
+from dynamo_lite.protocol.trace import new_trace, traced
 from tests.builders import CLAIM, ManualClock
-from tests.contract.generating import FakeEngine
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
-from tests.unit.recorder import Recorder, Told
+from tests.unit.recorder import Recorder
 from tests.unit.test_prefix_reads import Half as Reader
 from tests.unit.test_ranks import Decode as DecodeMemory
 from tests.unit.test_ranks import MemoryFabric as Fabric
@@ -113,46 +109,6 @@ def test_each_write_of_a_job_is_reported_by_one_rank(rank: int):
     assert {span.parent for span in spans} == {above.span_id}
     found = [(span.name, span.attributes["dynamo_lite.blocks"]) for span in spans]
     assert found == [("transfer", 2), ("transfer", 1)]
-
-
-def generation(headers: Any) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="r1",
-        prompt_token_ids=[1, 2, 3],
-        sampling=b"",
-        arrival_time=0.0,
-        trace_headers=headers,
-    )
-
-
-FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
-
-
-async def test_a_generation_that_is_refused_or_aborted_is_shown_as_such():
-    engine, recorder = FakeEngine(), Recorder()
-    handler = TracedGeneration(engine, recorder)
-    await handler.submit(generation(new_trace().headers()))
-    await handler.abort(["r1", "unknown"])
-    engine.refusal = Refused("full", elsewhere=True)
-    with pytest.raises(Refused):
-        await handler.submit(generation(new_trace().headers()))
-    ends: list[Told] = recorder.spans
-    assert [(s.attributes["dynamo_lite.finish_reason"], s.error) for s in ends] == [
-        ("abort", ""),
-        ("", "full"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "headers", [None, {}, HOSTILE, TraceContext("1" * 32, "2" * 16, sampled=False).headers()]
-)
-async def test_a_generation_that_is_not_traced_reaches_the_engine_without_a_context(headers: Any):
-    engine, recorder = FakeEngine(), Recorder()
-    handler = TracedGeneration(engine, recorder)
-    await handler.submit(generation(headers))
-    handler.delivered([TokenDelta("r1", [7], finish_reason="stop", prefill=FIRST)])
-    assert not recorder.spans
-    assert not engine.running["r1"].trace_headers
 
 
 @pytest.mark.parametrize("lost", [False, True])

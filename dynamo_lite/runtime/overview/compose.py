@@ -170,7 +170,6 @@ def _worker(
         running=natural(facts, "running", "jobs", "requests"),
         waiting=natural(facts, "waiting"),
         kv_usage=_kv_usage(facts, samples),
-        kv_tokens=natural(facts, "kv_tokens"),
         max_running=natural(facts, "max_running"),
         age_s=round(max(0.0, at - record.started_at), 1) if record.started_at else 0.0,
     )

@@ -22,8 +22,6 @@ class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     #: Share of the KV blocks in use, 0 to 1.
     kv_usage: float | None = None
-    #: Tokens that fit into the KV blocks.
-    kv_tokens: int | None = None
     #: Most requests that it runs at a time.
     max_running: int | None = None
     age_s: float = 0.0

@@ -54,11 +54,6 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorConfig:
-    """Chat template, tokenisation, detokenisation; runs inside the Frontend."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     """The decode worker.
 

@@ -24,7 +24,6 @@ from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
-from dynamo_lite.serve.services.generation_trace import TracedGeneration
 from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
@@ -50,10 +49,9 @@ class VllmWorker:
         host.progress("loading the model")
         config, enter = self._config, self._stack.enter_async_context
         engine = await enter(self._parts.open_decode_engine(host, config))
-        traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
         server = await enter(
             GenerateServer(
-                traced or engine,
+                engine,
                 host.spec.bind_host,
                 limits=config,
                 on_drop=host.drops,
@@ -62,7 +60,7 @@ class VllmWorker:
         )
         options = host.live_options(config, lambda values: server.limit(applied(values, config)))
         await enter(options.following())
-        self._loaded = loaded = LoadedWorker(host, config, engine, server, traced, options)
+        self._loaded = loaded = LoadedWorker(host, config, engine, server, options)
         await loaded.start(self._stack)
         return {"model": engine.model}
 
@@ -90,11 +88,10 @@ class LoadedWorker:
         config: VllmWorkerConfig,
         engine: DecodeEngine,
         server: GenerateServer,
-        traced: TracedGeneration | None,
         options: LiveOptions,
     ):
         self._host, self._config, self._options = host, config, options
-        self._engine, self._server, self._traced = engine, server, traced
+        self._engine, self._server = engine, server
         self._publisher: KvPublisher | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         #: Requests that its drain did not finish.
@@ -143,7 +140,6 @@ class LoadedWorker:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
-            "kv_tokens": sum(each.num_blocks * each.block_size_tokens for each in metadata),
             "max_running": load.max_running,
             "options": self._options.facts(),
         }
@@ -240,8 +236,6 @@ class LoadedWorker:
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Sends deltas to the Frontends."""
-        if self._traced is not None:
-            self._traced.delivered(deltas)
         self._server.deliver(deltas)
         if self._publisher is not None:
             self._publisher.load_changed()

@@ -15,7 +15,6 @@ from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.serve.services.config import (
     FrontendConfig,
     PrefillWorkerConfig,
-    ProcessorConfig,
     RouterConfig,
     VllmWorkerConfig,
 )
@@ -27,15 +26,13 @@ FlagKind = Literal["none", "engine", "frontend"]
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One kind of process, or a part that runs inside another service's process."""
+    """One kind of process."""
 
     name: str
     #: The dataclass of its own options.
     config: type
-    #: "module:Class" with the constructor (config, spec); empty when `inside` is set.
-    component: str = ""
-    #: The service in whose process it runs.
-    inside: str = ""
+    #: "module:Class" with the constructor (config, spec).
+    component: str
     #: See FlagKind.
     flags: FlagKind = "none"
     #: The service whose `generate` endpoint it uses.
@@ -69,8 +66,7 @@ class Graph:
     def missing(self) -> list[str]:
         """Names of services that others refer to and the graph does not have."""
         names = {service.name for service in self.services}
-        wanted = {name for s in self.services for name in (s.inside, s.calls) if name}
-        return sorted(wanted - names)
+        return sorted({s.calls for s in self.services if s.calls} - names)
 
 
 FRONTEND = Service(
@@ -80,8 +76,6 @@ FRONTEND = Service(
     flags="frontend",
     calls="VllmWorker",
 )
-
-PROCESSOR = Service(name="Processor", config=ProcessorConfig, inside="Frontend")
 
 ROUTER = Service(
     name="Router",
@@ -118,4 +112,4 @@ FORWARDER = Service(
     component="dynamo_lite.forward.forwarder:Forwarder",
 )
 
-EVERY_SERVICE = (FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER, PREFILL_WORKER, PLANNER, FORWARDER)
+EVERY_SERVICE = (FRONTEND, ROUTER, VLLM_WORKER, PREFILL_WORKER, PLANNER, FORWARDER)

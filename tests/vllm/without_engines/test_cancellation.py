@@ -26,7 +26,7 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
+from dynamo_lite.routing.pickers import Picker, Selection
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
@@ -294,9 +294,7 @@ class Front:
                 Roster(self.store, names.endpoint_prefix(NAMESPACE, "Router", "pick"))
             )
             self.router = await enter(
-                RemoteRouter(
-                    self.messaging, routers, namespace=NAMESPACE, lease_id=8, fallback=RoundRobin()
-                )
+                RemoteRouter(self.messaging, routers, namespace=NAMESPACE, lease_id=8)
             )
             interrupted = _InterruptedPicker(self.router, self)
             self.client = FailoverClient(

@@ -111,10 +111,6 @@ async def rotate(
         transport.retain(roster.members)
         changed()
 
-    def on_health(*_: object) -> None:
-        changed()
-        migrate_overdue()
-
     async def look() -> None:
         while True:
             migrate_overdue()
@@ -122,7 +118,7 @@ async def rotate(
 
     transport.retain(roster.members)
     stack.enter_context(roster.on_change(on_roster))
-    stack.enter_context(health.on_change(on_health))
+    stack.enter_context(health.on_change(lambda *_: changed()))
     await stack.enter_async_context(running(look(), name="rotation"))
 
 
@@ -235,7 +231,6 @@ class RequestDispatcher:
                 await enter(Roster(host.store, prefix, host.drops)),
                 namespace=namespace,
                 lease_id=host.lease.id,
-                fallback=RoundRobin(),
                 registry=host.registry,
                 on_drop=host.drops,
             )

@@ -36,7 +36,6 @@ class RemoteRouter(Picker):
 
     Args:
         lease_id: of this Frontend.
-        fallback: picks workers while no router responds.
     """
 
     def __init__(
@@ -46,13 +45,13 @@ class RemoteRouter(Picker):
         *,
         namespace: str,
         lease_id: int,
-        fallback: RoundRobin,
         registry: CollectorRegistry | None = None,
         on_drop: OnDrop = uncounted,
     ):
         self._messaging, self._routers = messaging, routers
         self._namespace, self._lease_id = namespace, lease_id
-        self._fallback, self._on_drop = fallback, on_drop
+        #: Picks workers while no router responds.
+        self._fallback, self._on_drop = RoundRobin(), on_drop
         self._fallbacks = Counter(
             "dynamo_lite_router_fallbacks",
             "Requests placed round-robin because no router responded",
@@ -112,13 +111,11 @@ class RemoteRouter(Picker):
         if (placed := self._placed.get(request_id)) is not None:
             router, own_id = placed
             self._outcomes_for(router)[0].append(own_id)
-        self._fallback.answered(request_id)
 
     def released(self, request_id: str) -> None:
         if (placed := self._placed.pop(request_id, None)) is not None:
             router, own_id = placed
             self._outcomes_for(router)[1].append(own_id)
-        self._fallback.released(request_id)
 
     async def _request_pick(
         self,
