@@ -39,13 +39,7 @@ from dynamo_lite.serve.processes import answer_of, can_listen, output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.compat import vllm_version
-from dynamo_lite.vllm.edge_choice import (
-    Obstacle,
-    check_version,
-    find_program,
-    obstacles,
-    unknown_parsers,
-)
+from dynamo_lite.vllm.edge_choice import Obstacle, check_version, find_program, obstacles
 
 _ACCESS_TIMEOUT_S = 60.0
 
@@ -235,7 +229,6 @@ def _settle_edge(service: ServiceConfig, document: Document) -> ServiceConfig:
     if not found:
         try:
             program = _edge_program(service)
-            found += unknown_parsers(program, service.flags)
         except StartupError as exc:
             found.append(Obstacle("edge", str(exc)))
     for obstacle in found:

@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
+from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 from tests.vllm.asking import Stream, client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
@@ -158,17 +158,6 @@ def test_a_killed_rust_frontend_is_started_again(rust: Graph):
         what="the Frontend is back",
     )
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
-
-
-def test_it_is_asked_which_parsers_it_has():
-    assert BINARY is not None
-    known = {"tool-call-parser": "hermes", "reasoning-parser": "qwen3"}
-    assert unknown_parsers(BINARY, known) == []
-    flags = {"tool-call-parser": "pythonic", "reasoning-parser": "openai_gptoss"}
-    found = {obstacle.key: obstacle.reason for obstacle in unknown_parsers(BINARY, flags)}
-    assert found.keys() == flags.keys()
-    assert "tool parser `pythonic` is not registered" in found["tool-call-parser"]
-    assert "deepseek_r1" in found["reasoning-parser"]
 
 
 def rust_pid(frontend: int) -> int:

@@ -8,7 +8,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    NoWorkers,
+    Overloaded,
+    StartupError,
+    WorkerLost,
+)
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
@@ -49,11 +55,11 @@ class Answering(RecordingFailover):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
+async def served(*more: str) -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
     assert BINARY is not None
     scene = CoreScene(in_flight=1)
     failover = Answering(scene.intake)
-    flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32"]
+    flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32", *more]
     with bind("127.0.0.1", 0) as sock:
         url = url_of(sock)
         async with (
@@ -69,6 +75,12 @@ async def events(http: httpx.AsyncClient) -> tuple[int, list[str]]:
     answer = await http.post("/v1/completions", json={**TEXT, "stream": True})
     lines = answer.text.splitlines()
     return answer.status_code, [line.removeprefix("data: ") for line in lines if line]
+
+
+async def test_a_parser_that_it_does_not_have_ends_its_start():
+    with pytest.raises(StartupError, match="reasoning parser `openai_gptoss` is not registered"):
+        async with served("--reasoning-parser=openai_gptoss"):
+            pass
 
 
 async def test_refusals_losses_and_what_is_read_of_the_headers():
