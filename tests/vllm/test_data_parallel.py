@@ -28,7 +28,6 @@ from tests.vllm.live import command
 from tests.vllm.slow import SLOW_OPTIONS, longs
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_migration import is_back
-from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -70,30 +69,6 @@ async def test_every_rank_decides_and_receives_for_itself(ranks: Graph, referenc
     pools = await ranks.pools()
     tokens = ranks.health("VllmWorker")["kv_tokens"]
     assert tokens == 32 * sum(pool.total_blocks for pool in pools)
-    await ranks.settled()
-
-
-async def test_a_prefill_worker_that_is_killed_half_way(ranks: Graph, reference: PlainServer):
-    requests = longs(4, seed=1710, tokens=3000)
-    expected = await tokens_of(reference.url, requests)
-    killed = ranks.process("PrefillWorker")
-    before = ranks.count("PrefillWorker", COMPUTED)
-    answers = asyncio.create_task(tokens_of(ranks.url, requests))
-    await reached(
-        lambda: ranks.count("PrefillWorker", COMPUTED) - before > 1000,
-        timeout_s=60,
-        what="a part of the prompts is computed",
-    )
-    os.kill(killed.pid, signal.SIGKILL)
-    assert await answers == expected
-    await reached(
-        lambda: (
-            ranks.process("PrefillWorker").state == "ready"
-            and ranks.process("PrefillWorker").pid != killed.pid
-        ),
-        timeout_s=180,
-        what="it is back",
-    )
     await ranks.settled()
 
 

@@ -34,7 +34,7 @@ OPTIONS = {
 }
 #: Tokens per step of prefill workers that are killed half-way: one block of the hybrid model, which
 #: vLLM makes as large as a state.
-STEP_TOKENS = {"eagle": 64, "windows": 64, "hybrid": 576}
+STEP_TOKENS = {"windows": 64, "hybrid": 576}
 #: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
 WINDOW_BLOCKS = 128 // 32 + 2
 LAYER_BYTES = BLOCK_BYTES // 4
