@@ -18,7 +18,6 @@ from dynamo_lite.protocol.prefill import (
     AttemptId,
     BlockId,
     EngineId,
-    FirstTokenSampling,
     RemotePrefillRequest,
 )
 from dynamo_lite.protocol.records import EngineMetadata
@@ -76,8 +75,8 @@ class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     #: End of the request's time, in seconds on this host's monotonic clock; None: no limit.
     deadline: float | None
-    #: How a prefill worker can sample the request's first token; None if it must not.
-    first_token: FirstTokenSampling | None = None
+    #: Whether a prefill worker may compute the request's first token.
+    first_token: bool = False
     #: The request's LoRA adapter, with the digest of this worker's files.
     adapter: Adapter | None = None
 
@@ -113,15 +112,13 @@ def decode_params(
     return pack(DecodeRequestParams(deadline=deadline, adapter=adapter))
 
 
-def with_first_token(
-    params: Mapping[str, Any] | None, sampling: FirstTokenSampling
-) -> dict[str, Any]:
-    """The `kv_transfer_params` of a request whose first token a prefill worker may sample.
+def with_first_token(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The `kv_transfer_params` of a request whose first token a prefill worker may compute.
 
     params: from `decode_params`.
     """
     made = dict(params) if params is not None else pack(DecodeRequestParams(deadline=None))
-    return made | {"first_token": pack(sampling)}
+    return made | {"first_token": True}
 
 
 def time_left_s(request: Prompt, now: float) -> float:
@@ -136,7 +133,7 @@ def adapter_of(request: Prompt) -> Adapter | None:
     return None if params is None else params.adapter
 
 
-def first_token_sampling(request: Prompt) -> FirstTokenSampling | None:
-    """How a prefill worker can sample the request's first token; None if it must not."""
+def may_get_first_token(request: Prompt) -> bool:
+    """Whether a prefill worker may compute the request's first token."""
     params = unpack(request, DecodeRequestParams)
-    return None if params is None else params.first_token
+    return params is not None and params.first_token

@@ -11,7 +11,7 @@ from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
     decode_params,
-    first_token_sampling,
+    may_get_first_token,
     pack,
     time_left_s,
     unpack,
@@ -19,7 +19,6 @@ from dynamo_lite.disagg.transfer_params import (
 )
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import FirstTokenSampling
 from dynamo_lite.runtime.claim_cells import Cell
 from tests.builders import engine_metadata, prefill_job
 
@@ -66,16 +65,15 @@ def test_a_deadline_is_unpacked_as_it_was_packed():
 
 @pytest.mark.parametrize("timeout_s", [None, 2.0])
 def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
-    sampling = FirstTokenSampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3)
-    params = with_first_token(decode_params(timeout_s, 10.0), sampling)
+    params = with_first_token(decode_params(timeout_s, 10.0))
     sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
-    assert first_token_sampling(sent) == sampling
+    assert may_get_first_token(sent)
     assert time_left_s(sent, 11.0) == (math.inf if timeout_s is None else 1.0)
 
 
 def test_without_being_asked_for_no_first_token_is_wanted():
-    assert first_token_sampling(carrier(None)) is None
-    assert first_token_sampling(carrier(decode_params(2.0, 10.0))) is None
+    assert not may_get_first_token(carrier(None))
+    assert not may_get_first_token(carrier(decode_params(2.0, 10.0)))
 
 
 def test_unknown_keys_are_ignored():

@@ -28,7 +28,7 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.disagg.transfer_params import adapter_of, first_token_sampling, time_left_s
+from dynamo_lite.disagg.transfer_params import adapter_of, may_get_first_token, time_left_s
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -362,7 +362,7 @@ class DecodeScheduler:
 
 def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
     """cached: prompt tokens in the prefix cache."""
-    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
-    if sampling is None or not prompt:
+    prompt = request.prompt_token_ids
+    if not prompt or not may_get_first_token(request):
         return None
-    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)
+    return FirstTokenWanted(last_token_id=prompt[-1], cached_tokens=cached)

@@ -92,11 +92,10 @@ class VllmPrefillEngine(VllmEngine):
         await self._abort([attempt])
 
     def _samples(self, job: RemotePrefillRequest) -> bool:
-        """Whether this prefill engine samples the first token that the job asks for."""
-        wanted = job.first_token
-        if wanted is None or self._rules is None:
+        """Whether this prefill engine computes the first token that the job asks for."""
+        if job.first_token is None or self._rules is None:
             return False
-        return self._rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
+        return self._rules.gives(len(job.prompt_token_ids) + 1)
 
     async def _close(self) -> None:
         self._attempts.cancel()
