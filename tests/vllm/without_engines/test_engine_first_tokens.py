@@ -307,9 +307,9 @@ async def test_a_job_that_is_given_up_while_its_adapter_loads_is_not_computed(
     await asked.wait()
     assert not prefill_rig.engine.busy
     await prefill_rig.engine.abandon("a1")
+    loaded.set()
     with pytest.raises(Refused, match="given up while its adapter was loaded"):
         await run
-    loaded.set()
     assert prefill_rig.core.added == []
 
 
