@@ -18,7 +18,6 @@ from dynamo_lite.protocol.prefill import (
     AttemptId,
     BlockId,
     EngineId,
-    FirstTokenSampling,
     RemotePrefillRequest,
 )
 from dynamo_lite.protocol.records import EngineMetadata
@@ -76,8 +75,8 @@ class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     #: End of the request's time, in seconds on this host's monotonic clock; None: no limit.
     deadline: float | None
-    #: How a prefill worker can sample the request's first token; None if it must not.
-    first_token: FirstTokenSampling | None = None
+    #: Whether a prefill worker may compute the request's first token.
+    first_token: bool = False
     #: The request's LoRA adapter, with the digest of this worker's files.
     adapter: Adapter | None = None
 
@@ -117,15 +116,13 @@ def decode_params(
     return pack(DecodeRequestParams(deadline=deadline, adapter=adapter))
 
 
-def with_first_token(
-    params: Mapping[str, Any] | None, sampling: FirstTokenSampling
-) -> dict[str, Any]:
-    """The `kv_transfer_params` of a request whose first token a prefill worker may sample.
+def with_first_token(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The `kv_transfer_params` of a request whose first token a prefill worker may compute.
 
     params: from `decode_params`.
     """
     made = dict(params) if params is not None else pack(DecodeRequestParams(deadline=None))
-    return made | {"first_token": pack(sampling)}
+    return made | {"first_token": True}
 
 
 def decode_params_of(request: Prompt) -> DecodeRequestParams:

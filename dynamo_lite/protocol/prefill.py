@@ -25,22 +25,9 @@ NULL_BLOCK = 0
 ClaimId = Natural
 
 
-class FirstTokenSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request's first token is sampled. The defaults are greedy."""
-
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    #: 0: all tokens.
-    top_k: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    #: Of the random generator; None for a greedy request.
-    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-
-
 class FirstTokenWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """In a job: the prefill worker is asked for the first token of the answer, too."""
+    """In a job: the prefill worker is asked for the first token of the greedy answer, too."""
 
-    sampling: FirstTokenSampling
     #: The last token of the prompt.
     last_token_id: TokenId
     #: Prompt tokens in the decode engine's prefix cache. The writer sends the number back.

@@ -40,13 +40,7 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER, Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
 from dynamo_lite.vllm.compat import require_tested, vllm_version
-from dynamo_lite.vllm.edge_choice import (
-    Obstacle,
-    check_version,
-    find_program,
-    obstacles,
-    unknown_parsers,
-)
+from dynamo_lite.vllm.edge_choice import Obstacle, check_version, find_program, obstacles
 
 _ACCESS_TIMEOUT_S = 60.0
 _VLLM_TIMEOUT_S = 180.0
@@ -226,7 +220,6 @@ def _settle_edge(service: ServiceConfig, document: Document) -> ServiceConfig:
     if not found:
         try:
             program = _edge_program(service)
-            found += unknown_parsers(program, service.flags)
         except StartupError as exc:
             found.append(Obstacle("edge", str(exc)))
     for obstacle in found:

@@ -1,6 +1,6 @@
 """The versions of vLLM: those that were tried, and what differs between them.
 
-The only place with a condition on a version. `tests/vllm/seams.py` lists what else is used of vLLM.
+The only place with a condition on a version. `tests/vllm/seams.py` finds what else one breaks.
 """
 
 import contextlib

@@ -5,13 +5,11 @@ know. So the options that it has are listed here; every other one is an obstacle
 nothing heavy: the command line uses this before anything is started.
 """
 
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
@@ -46,9 +44,6 @@ _REASONS = {
         "vLLM's Rust frontend has no access log; remove it",
     ),
 }
-_PARSERS = ("tool-call-parser", "reasoning-parser")
-#: The program's error for a parser that it does not have.
-_UNKNOWN_PARSER = re.compile(r"\w+ parser `[^`]*` is not registered \(choose from: [^)]*\)")
 
 
 @dataclass(frozen=True)
@@ -130,23 +125,6 @@ def check_version(program: Path, vllm: str) -> None:
         raise StartupError(
             f"{program} has version {said[1]}, the installed vLLM {wanted}: run scripts/get_vllm_rs"
         )
-
-
-def unknown_parsers(program: Path, flags: Mapping[str, Any]) -> list[Obstacle]:
-    """The configured parsers that the program does not have; its error lists those that it has.
-
-    flags: vLLM's arguments in kebab-case. Raises StartupError if the program does not run.
-    """
-    found: list[Obstacle] = []
-    for key in _PARSERS:
-        if not (name := flags.get(key)):
-            continue
-        # It checks the name, then fails for want of a tokeniser, and so serves nothing.
-        with TemporaryDirectory() as no_model:
-            ended = _run(program, "render", "--port=0", f"--{key}={name}", no_model)
-        if error := _UNKNOWN_PARSER.search(ended.stdout + ended.stderr):
-            found.append(Obstacle(key, f"vllm-rs: {error[0]}"))
-    return found
 
 
 def _run(program: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

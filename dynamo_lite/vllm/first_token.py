@@ -1,19 +1,16 @@
-"""Which requests' first tokens a prefill engine can sample for a decode engine, exactly.
+"""Which requests' first tokens a prefill engine can compute for a decode engine, exactly.
 
-Both engines compute the same logits of the last prompt token. The sampled token is the same if it
-depends on nothing but the parameters in `FirstTokenSampling`. A request with other parameters gets
-its first token from the decode engine.
+Both engines compute the same logits of the last prompt token. The token is the same if it is the
+likeliest one by them, whatever the request's parameters. Others get it from the decode engine.
 """
 
 from importlib.metadata import entry_points
 
-import msgspec
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from dynamo_lite.protocol.prefill import FirstTokenSampling
 from dynamo_lite.vllm.migratable import depends_on_output, is_causal
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 
@@ -43,64 +40,26 @@ class FirstTokenRules:
         self._plain = (alike and whole and is_causal(model)) and not (
             model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))
         )
-        self._draws = config.speculative_config is None
-        #: vLLM samples after each chunk of a prompt and then resets the random generator. It
-        #: cannot reset a CPU's generator, and the engine crashes.
-        self._chunked_draws = self._draws and not current_platform.is_cpu()
 
-    def sampling(self, params: SamplingParams, prompt_tokens: int) -> FirstTokenSampling | None:
-        """How a prefill engine is to sample the first token of this engine's request; None if it
-        cannot."""
-        if not self._plain or not _is_plain(params):
-            return None
+    def asks(self, params: SamplingParams, prompt_tokens: int) -> bool:
+        """Whether a prefill engine is to compute the first token of this engine's request."""
         # The first token must not be the last one, because the last one carries the end of the
         # answer.
-        if params.max_tokens is None or params.max_tokens < 2:
-            return None
-        if prompt_tokens + 1 >= self._model.max_model_len:
-            return None
-        if params.sampling_type is SamplingType.GREEDY:
-            return FirstTokenSampling()
-        if params.sampling_type is not SamplingType.RANDOM_SEED or not self._draws:
-            return None
-        drawn = {
-            name: getattr(params, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed")
-        }
-        drawn["top_k"] = max(drawn["top_k"], 0)  # -1 is another name of 0
-        try:
-            return msgspec.convert(drawn, FirstTokenSampling)
-        except msgspec.ValidationError:
-            return None
+        several = params.max_tokens is not None and params.max_tokens > 1
+        greedy = params.sampling_type is SamplingType.GREEDY
+        return greedy and several and _is_plain(params) and self.gives(prompt_tokens + 1)
 
-    def samples(self, wanted: FirstTokenSampling, prompt_tokens: int) -> bool:
-        """Whether this prefill engine can sample a first token with these parameters.
+    def gives(self, prompt_tokens: int) -> bool:
+        """Whether this prefill engine can compute a first token.
 
         prompt_tokens: length of the whole prompt.
         """
-        if not self._plain or prompt_tokens >= self._model.max_model_len:
-            return False
-        return wanted.seed is None or self._chunked_draws
-
-
-def first_token_params(wanted: FirstTokenSampling) -> SamplingParams:
-    """Parameters of the one-token request of a prefill engine. Raises VLLMError."""
-    params = SamplingParams(
-        max_tokens=1,
-        temperature=wanted.temperature,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
-        min_p=wanted.min_p,
-        seed=wanted.seed,
-        detokenize=False,
-    )
-    params.watermarking = False
-    return params
+        return self._plain and prompt_tokens < self._model.max_model_len
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether the first token depends only on temperature, top_p, top_k, min_p and seed, and
-    only the token itself is wanted."""
+    """Whether the first token of a greedy request depends on the logits only, and only the token
+    itself is wanted."""
     return not (
         depends_on_output(params)
         # Parameters of custom logits processors and samplers.

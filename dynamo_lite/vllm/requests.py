@@ -22,12 +22,11 @@ from dynamo_lite.disagg.transfer_params import (
 )
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, Adapter, GenerateRequest, LogprobRows
-from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.runtime.claim_cells import Cell
-from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.inputs import Inputs, inputs_from_bytes, inputs_to_bytes, text_of
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
@@ -180,12 +179,12 @@ def generation(
     )
 
 
-def ask_first_token(request: EngineCoreRequest, sampling: FirstTokenSampling) -> None:
-    """Lets a prefill worker sample the first token of a request from `generation`."""
+def ask_first_token(request: EngineCoreRequest) -> None:
+    """Lets a prefill worker compute the first token of a request from `generation`."""
     params = request.sampling_params
     assert params is not None
     extra = params.extra_args or {}
-    transfer = with_first_token(extra.get(KV_TRANSFER_PARAMS), sampling)
+    transfer = with_first_token(extra.get(KV_TRANSFER_PARAMS))
     params.extra_args = {**extra, KV_TRANSFER_PARAMS: transfer}
 
 
@@ -200,21 +199,16 @@ def prefill(
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
-    first_token: the request samples the first token of the
-    answer, as the job asks; otherwise its token is ignored. cell: see `PrefillJobParams`. lora: the
+    first_token: the request's token is the first one of the answer, if the job asks for it;
+    otherwise it is ignored. cell: see `PrefillJobParams`. lora: the
     job's adapter in this engine. Raises Refused.
     """
-    prompt, wanted = job.prompt_token_ids, job.first_token if first_token else None
-    if wanted is None:
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    else:
-        prompt = [*prompt, wanted.last_token_id]
-        try:
-            sampling = first_token_params(wanted.sampling)
-            sampling.verify(model, None, None, None)
-        except (VLLMError, ValueError) as exc:
-            raise Refused(f"sampling of the first token: {exc}", elsewhere=False) from exc
+    prompt = job.prompt_token_ids
+    if first_token and job.first_token is not None:
+        prompt = [*prompt, job.first_token.last_token_id]
     _check_prompt(prompt, model)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    sampling.watermarking = False
     transfer = pack(PrefillJobParams.of(job, target, cell))
     sampling.extra_args = {KV_TRANSFER_PARAMS: transfer}
     return EngineCoreRequest(

@@ -53,11 +53,9 @@ _sampling_decoder = msgspec.msgpack.Decoder(SamplingParams, dec_hook=_undecodabl
 def sampling_to_bytes(params: SamplingParams) -> bytes:
     """Raises ProtocolError if a parameter cannot be encoded (an array, an object, half of a
     surrogate pair).
-
-    Drops `kv_transfer_params`: a client must not control block writes.
     """
     try:
-        return _sampling_encoder.encode(_without_reserved(params))
+        return _sampling_encoder.encode(params)
     except (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
@@ -65,23 +63,16 @@ def sampling_to_bytes(params: SamplingParams) -> bytes:
 def sampling_from_bytes(data: bytes) -> SamplingParams:
     """Raises ProtocolError if `data` is not valid sampling parameters.
 
-    Drops `kv_transfer_params` here, too: any client of NATS may have sent them. The worker
-    sets its own afterwards.
+    Drops `kv_transfer_params`: a client must not control block writes. The worker sets its own
+    afterwards.
     """
     try:
         params = _sampling_decoder.decode(data)
     except (msgspec.DecodeError, VLLMError, TypeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"malformed sampling parameters: {exc}") from exc
-    return _without_reserved(params)
-
-
-def _without_reserved(params: SamplingParams) -> SamplingParams:
-    extra = params.extra_args
-    if not extra or _RESERVED.isdisjoint(extra):
-        return params
-    kept = {key: value for key, value in extra.items() if key not in _RESERVED}
-    params = params.clone()
-    params.extra_args = kept or None
+    if params.extra_args:
+        kept = {key: value for key, value in params.extra_args.items() if key not in _RESERVED}
+        params.extra_args = kept or None
     return params
 
 

@@ -11,7 +11,7 @@ from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Leave
-from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenSampling, FirstTokenWanted
+from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenWanted
 from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata
 from tests.unit.decode_engine import (
     DEPTH,
@@ -64,12 +64,10 @@ async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
 
 
 async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: Decode):
-    sampling = FirstTokenSampling(temperature=0.5, seed=3)
-    asks = with_first_token(None, sampling)
-    request = prompt("r1", 17, kv_transfer_params=asks)
+    request = prompt("r1", 17, kv_transfer_params=with_first_token(None))
     decode.admit(request, 8)
     assert (await decode.job_of_step()).first_token == FirstTokenWanted(
-        sampling=sampling, last_token_id=request.prompt_token_ids[-1], cached_tokens=8
+        last_token_id=request.prompt_token_ids[-1], cached_tokens=8
     )
     decode.admit(prompt("r2", 17), 8)
     assert (await decode.job_of_step()).first_token is None

@@ -14,7 +14,6 @@ from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
     FirstToken,
-    FirstTokenSampling,
     FirstTokenWanted,
     decode_first_token,
 )
@@ -68,7 +67,7 @@ async def test_each_job_has_a_claim_and_a_cell_of_its_own():
 
 
 async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ended():
-    wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10, cached_tokens=4)
+    wanted = FirstTokenWanted(last_token_id=10, cached_tokens=4)
     got: list[bytes] = []
 
     async def take(payload: bytes) -> None:

@@ -144,7 +144,6 @@ FULL_JOB = prefill.RemotePrefillRequest(
     adapter=generate.Adapter(name="l", path="/l", digest="d"),
     trace_headers={"t": "0"},
     first_token=prefill.FirstTokenWanted(
-        sampling=prefill.FirstTokenSampling(temperature=0.5, top_k=5, min_p=0.25, seed=-8),
         last_token_id=9,
         cached_tokens=32,
     ),
@@ -512,7 +511,7 @@ OUT_OF_RANGE = [
     (prefill.decode_job, JOB, "num_computed_tokens", [-1]),
     (prefill.decode_job, JOB, "block_ids", [[-1], [1 << 31]]),
     (prefill.decode_job, JOB, "deadline", ["soon"]),
-    (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": 1}]),
+    (prefill.decode_job, FULL_JOB, "first_token", [{"last_token_id": -1}]),
     (prefill.decode_claim, CLAIM, "claim", [-1, 0, 1 << 63, None, "1"]),
     (prefill.decode_claim_reply, prefill.Held(for_s=1.0), "for_s", [0.0, 61.0]),
     (prefill.decode_done, prefill.Done(attempt="a", outcome="written"), "outcome", ["perhaps"]),

@@ -18,7 +18,6 @@ from dynamo_lite.disagg.transfer_params import (
 )
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import FirstTokenSampling
 from dynamo_lite.runtime.claim_cells import Cell
 from tests.builders import engine_metadata, prefill_job
 
@@ -65,16 +64,16 @@ def test_a_deadline_is_unpacked_as_it_was_packed():
 
 @pytest.mark.parametrize("timeout_s", [None, 2.0])
 def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
-    sampling = FirstTokenSampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3)
-    params = with_first_token(decode_params(timeout_s, 10.0), sampling)
+    params = with_first_token(decode_params(timeout_s, 10.0))
     sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
-    assert decode_params_of(sent).first_token == sampling
-    assert decode_params_of(sent).time_left_s(11.0) == (math.inf if timeout_s is None else 1.0)
+    asked = decode_params_of(sent)
+    assert asked.first_token
+    assert asked.time_left_s(11.0) == (math.inf if timeout_s is None else 1.0)
 
 
 def test_without_being_asked_for_no_first_token_is_wanted():
-    assert decode_params_of(carrier(None)).first_token is None
-    assert decode_params_of(carrier(decode_params(2.0, 10.0))).first_token is None
+    assert not decode_params_of(carrier(None)).first_token
+    assert not decode_params_of(carrier(decode_params(2.0, 10.0))).first_token
 
 
 def test_unknown_keys_are_ignored():

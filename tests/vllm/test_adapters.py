@@ -139,20 +139,10 @@ async def test_a_client_loads_an_adapter_for_the_graph_and_unloads_it(served: Se
     assert gone.status_code == 400 and "no client has loaded" in gone.text
 
 
-@pytest.mark.parametrize(
-    ("folder", "why"),
-    [
-        ("/etc", "is not below"),
-        ("../plain", "is not below"),
-        ("relative", "is not below"),
-        ("nothing", "has no file adapter_config.json"),
-        ("too-large", "LoRA rank 64 is greater than max_lora_rank 16"),
-    ],
-)
-async def test_an_adapter_that_cannot_be_loaded_is_refused(served: Served, folder: str, why: str):
-    write_adapter(served.folder / "too-large", seed=9, rank=64)
-    path = folder if folder == "relative" else os.path.normpath(served.folder / folder)
+async def test_an_adapter_that_no_worker_can_load_is_refused(served: Served):
+    path = write_adapter(served.folder / "too-large", seed=9, rank=64)
     answer = await served.load("bad", path)
+    why = "LoRA rank 64 is greater than max_lora_rank 16"
     assert answer.status_code == 400 and why in answer.text, answer.text
     assert "bad" not in await served.models()
     assert await served.recorded() == set()

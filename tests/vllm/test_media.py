@@ -105,17 +105,18 @@ def test_an_image_and_embeddings_in_one_chat(served: Served):
     assert_same(ask(served.graph.url, "chat", prompt), ask(served.plain.url, "chat", prompt))
 
 
-@pytest.mark.parametrize("what", ["image", "embeddings"])
-async def test_a_killed_decode_worker_costs_no_answer(served: Served, what: str):
+async def test_prompts_of_embeddings(served: Served):
+    asked = [("completions", {"prompt_embeds": embeddings(40 + i, i), **GREEDY}) for i in range(3)]
+    expected = await answers_of(served.plain.url, streams_of(asked))
+    for answer, right in zip(
+        await answers_of(served.graph.url, streams_of(asked)), expected, strict=True
+    ):
+        assert_same(answer, right)
+
+
+async def test_a_killed_decode_worker_costs_no_answer(served: Served):
     long = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
-    if what == "image":
-        requests = [
-            ("chat/completions", {**chat(image(10 + i), text(9, i)), **long}) for i in range(4)
-        ]
-    else:
-        requests = [
-            ("completions", {"prompt_embeds": embeddings(40 + i, i), **long}) for i in range(4)
-        ]
+    requests = [("chat/completions", {**chat(image(10 + i), text(9, i)), **long}) for i in range(4)]
     expected = await answers_of(served.plain.url, streams_of(requests))
     victim = served.graph.process("VllmWorker", 0)
     async with under_way(served.graph, requests, victim) as answers:

@@ -3,7 +3,6 @@
 Both edges serve the same two decode workers, so that equal requests get equal tokens.
 """
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import pytest
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program, unknown_parsers
-from tests.vllm.asking import Stream, client, joined, prompt_ids
+from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from tests.vllm.asking import client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
@@ -27,7 +26,6 @@ from tests.vllm.graph import (
     descendants_of,
     eventually,
     health_of,
-    reached,
 )
 
 KEPT = Path(".dynamo-lite") / PROGRAM
@@ -58,7 +56,6 @@ pytestmark = [
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
-MOVED = "dynamo_lite_requests_moved_total"
 
 #: Fields of an answer's choice that both edges have.
 _FIELDS = ("index", "text", "finish_reason", "stop_reason")
@@ -160,17 +157,6 @@ def test_a_killed_rust_frontend_is_started_again(rust: Graph):
     assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
 
 
-def test_it_is_asked_which_parsers_it_has():
-    assert BINARY is not None
-    known = {"tool-call-parser": "hermes", "reasoning-parser": "qwen3"}
-    assert unknown_parsers(BINARY, known) == []
-    flags = {"tool-call-parser": "pythonic", "reasoning-parser": "openai_gptoss"}
-    found = {obstacle.key: obstacle.reason for obstacle in unknown_parsers(BINARY, flags)}
-    assert found.keys() == flags.keys()
-    assert "tool parser `pythonic` is not registered" in found["tool-call-parser"]
-    assert "deepseek_r1" in found["reasoning-parser"]
-
-
 def rust_pid(frontend: int) -> int:
     [pid] = [pid for pid in descendants_of(frontend) if PROGRAM in command_line(pid)]
     return pid
@@ -185,25 +171,6 @@ def running(graph: Graph) -> list[int]:
 def wait_idle(frontend: Graph, graph: Graph) -> None:
     eventually(lambda: sum(running(graph)) == 0, timeout_s=10, what="no engine has a request")
     assert frontend.health("Frontend")["requests"] == 0
-
-
-@pytest.mark.takes_workers
-async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
-    requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
-    expected = [ask(python, "completions", request, stream=False) for request in requests]
-    victim = python.process("VllmWorker", 1)
-    streams = [Stream("completions", request) for request in requests]
-    async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
-        answers = [asyncio.create_task(stream.run(http)) for stream in streams]
-        await reached(
-            lambda: any(len(stream.tokens().get(0, [])) > 10 for stream in streams),
-            timeout_s=60,
-            what="a stream has begun",
-        )
-        os.kill(victim.pid, signal.SIGKILL)
-        tokens = [(await answer)["tokens"][0] for answer in answers]
-    assert tokens == [answer["tokens"] for answer in expected]
-    assert rust.count("Frontend", MOVED) > 0
 
 
 @pytest.mark.takes_workers

@@ -362,7 +362,7 @@ def _first_token(
     request: Prompt, params: DecodeRequestParams, cached: int
 ) -> FirstTokenWanted | None:
     """cached: prompt tokens in the prefix cache."""
-    sampling, prompt = params.first_token, request.prompt_token_ids
-    if sampling is None or not prompt:
+    prompt = request.prompt_token_ids
+    if not prompt or not params.first_token:
         return None
-    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)
+    return FirstTokenWanted(last_token_id=prompt[-1], cached_tokens=cached)

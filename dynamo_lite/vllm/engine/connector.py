@@ -59,8 +59,11 @@ from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -230,12 +233,12 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self.matched_beside(request, num_computed_tokens, 0)
 
     def matched_beside(
-        self, request: Any, computed: int, offloaded: int
+        self, request: "Request", computed: int, offloaded: int
     ) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`, where another connector can load `offloaded` tokens beyond
         the computed ones. It does if this one returns none."""
@@ -246,18 +249,20 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             request, computed, transferable=_is_transferable(request), offloaded=offloaded
         )
 
-    def may_load_beside(self, request: Any) -> bool:
+    def may_load_beside(self, request: "Request") -> bool:
         """Whether another connector may load KV of the request now."""
         return self._prefill is None or self._prefill.may_load(request)
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """All groups, cached or not: vLLM must not zero blocks that a writer fills."""
         return self._kv_cache_config.transfer_group_ids
 
     def leader_of(self, request_id: str) -> str | None:
         return None if self._decode is None else self._decode.leader_of(request_id)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
         if self._decode is not None:
             assert self._blocks is not None
             wanted = request.num_prompt_tokens - 1
@@ -274,10 +279,10 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
                 request, blocks.get_block_ids()[0], num_external_tokens, queued_at
             )
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self.step_beside(scheduler_output, in_use=False)
 
-    def step_beside(self, scheduler_output: Any, *, in_use: bool) -> StepMetadata:
+    def step_beside(self, scheduler_output: "SchedulerOutput", *, in_use: bool) -> StepMetadata:
         """`build_connector_meta` beside another connector. in_use: see
         `DecodeScheduler.build_step`."""
         if self._decode is not None:
@@ -299,7 +304,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             )
         )
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         lost: set[str] = set(connector_output.failed_recving or ())
         received: set[str] = set(connector_output.finished_recving or ())
         sent: set[str] = set(connector_output.finished_sending or ())
@@ -310,7 +315,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.worker_output(results, report)
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._decode is not None:
             self._decode.request_finished(request.request_id)
@@ -343,7 +348,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             self._opened.close()
 
 
-def _is_transferable(request: Any) -> bool:
+def _is_transferable(request: "Request") -> bool:
     """Whether a request's KV is a function of its tokens, cache salt and LoRA adapter alone."""
     return (
         not request.skip_reading_prefix_cache

@@ -132,10 +132,9 @@ class VllmDecodeEngine(VllmEngine):
         """made: the engine's request."""
         assert self._rules is not None and made.sampling_params is not None
         params = made.sampling_params
-        sampling = self._rules.sampling(params, len(made.prompt_token_ids or ()))
-        if sampling is not None:
+        if self._rules.asks(params, len(made.prompt_token_ids or ())):
             first_tokens.expect(made.request_id, request, stop_tokens(params))
-            requests.ask_first_token(made, sampling)
+            requests.ask_first_token(made)
 
     def _leave(self, request_ids: Sequence[str]) -> list[str]:
         """Forgets requests. Returns the engine's names of those that ran."""

@@ -26,7 +26,6 @@ _NOT_THE_MODEL = {
     "_attn_implementation",
     "transformers_version",
     "auto_map",
-    "architectures",
     "dtype",
     "torch_dtype",
 }
@@ -47,21 +46,15 @@ def fingerprint(
     hosts.
     """
     model, cache = config.model_config, config.cache_config
-    text = model.hf_text_config
     return {
         "model": PurePath(model.model).name,
         "revision": str(model.revision or ""),
-        "architecture": ",".join(model.architectures or ()),
         "config": _config_print(model),
-        "rope": json.dumps(getattr(text, "rope_parameters", None), sort_keys=True, default=str),
         "max_model_len": str(max_model_len or model.max_model_len),
         "quantization": _quantization(model),
         "weights": weights_print(config.model_config, config.load_config),
         "speculation": _speculation(config),
         "lora": _lora(config),
-        "layers": str(getattr(text, "num_hidden_layers", "")),
-        "kv_heads": str(model.get_total_num_kv_heads()),
-        "head_size": str(model.get_head_size()),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size),

@@ -5,7 +5,7 @@ decision. A prompt loads from one of both, and waits for that. Both save.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
@@ -14,7 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
 
@@ -44,7 +47,7 @@ class MultiConnector(multi_connector.MultiConnector):
         return self._ours.leader_of(request_id)
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         offloaded, waits = self._other.get_num_new_matched_tokens(request, num_computed_tokens)
         if offloaded is None:
@@ -63,7 +66,9 @@ class MultiConnector(multi_connector.MultiConnector):
             self._requests_to_connector[request.request_id] = _OTHER
         return offloaded, offloaded > 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         ours = self._requests_to_connector.get(request.request_id) != _OTHER
         if num_external_tokens and ours:
@@ -82,7 +87,7 @@ class MultiConnector(multi_connector.MultiConnector):
             self._other.scheduler._current_batch_allocated_block_ids.update(blocks)
 
     def build_connector_meta(
-        self, scheduler_output: Any
+        self, scheduler_output: SchedulerOutput
     ) -> multi_connector.MultiKVConnectorMetadata:
         other = self._other.build_connector_meta(scheduler_output)
         # Ends in the step, before its prefix reads, but perhaps after a prefill worker's write.

@@ -1,7 +1,5 @@
 """Stock vLLM as a prefill engine: each attempt is a request for one token."""
 
-import asyncio
-
 from vllm.lora.request import LoRARequest
 
 from dynamo_lite.disagg.counters import BROKEN_LINK
@@ -11,7 +9,6 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
-from dynamo_lite.runtime.tasks import end_tasks, first_of
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.fingerprint import check_peer
@@ -23,8 +20,8 @@ class VllmPrefillEngine(VllmEngine):
     def __init__(self, context: EngineContext):
         super().__init__(context)
         self._attempts = OpenAttempts()
-        #: Attempts whose adapter is being loaded; set when they are given up.
-        self._loading: dict[str, asyncio.Event] = {}
+        #: Attempts whose adapter is being loaded, unless they were given up.
+        self._loading: set[str] = set()
 
     async def run_prefills(self, on_broken_link: OnBrokenLink) -> None:
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
@@ -65,17 +62,14 @@ class VllmPrefillEngine(VllmEngine):
         """The job's adapter in this engine. Raises Refused."""
         if job.adapter is None:
             return None
-        given_up = self._loading[job.attempt] = asyncio.Event()
-        load = asyncio.ensure_future(self._loaded(job.adapter))
+        self._loading.add(job.attempt)
         try:
-            await first_of(asyncio.wait([load]), given_up.wait())
-            if given_up.is_set():
+            loaded = await self._loaded(job.adapter)
+            if job.attempt not in self._loading:
                 raise Refused("it was given up while its adapter was loaded", elsewhere=True)
-            loaded = await load
-            return None if loaded is None else loaded[1]
         finally:
-            del self._loading[job.attempt]
-            await end_tasks(load)
+            self._loading.discard(job.attempt)
+        return None if loaded is None else loaded[1]
 
     @property
     def busy(self) -> bool:
@@ -85,16 +79,14 @@ class VllmPrefillEngine(VllmEngine):
         return check_peer(self.metadata[0], target)
 
     async def abandon(self, attempt: str) -> None:
-        if (given_up := self._loading.get(attempt)) is not None:
-            given_up.set()
+        self._loading.discard(attempt)
         await self._abort([attempt])
 
     def _samples(self, job: RemotePrefillRequest) -> bool:
-        """Whether this prefill engine samples the first token that the job asks for."""
-        wanted = job.first_token
-        if wanted is None or self._rules is None:
+        """Whether this prefill engine computes the first token that the job asks for."""
+        if job.first_token is None or self._rules is None:
             return False
-        return self._rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
+        return self._rules.gives(len(job.prompt_token_ids) + 1)
 
     async def _close(self) -> None:
         self._attempts.cancel()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -33,14 +33,24 @@ _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 _ONE_GROUP = "set disable-hybrid-kv-cache-manager: true for both workers"
 WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
+_ONE_HOST = (
+    "an engine must be on one host, as its ranks read files of their component, among them until"
+    " when they may write"
+)
 
 
 def check_config(config: VllmConfig) -> None:
     """Raises StartupError for a configuration that does not support remote prefill."""
-    _check_parallel(config.parallel_config, experts=config.model_config.is_moe)
-    _check_one_host(config.parallel_config)
-    _check_writes(config)
-    _check_drafts(config)
+    for applies, option, why in _unsupported_options(config):
+        if applies:
+            raise StartupError(f"{option} is not supported with remote prefill: {why}")
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        logger.warning(
+            "data-parallel-size: %d with a model of experts, whose ranks compute in step: it was"
+            " not tried with remote prefill; run scripts/gpu_check --only experts first",
+            parallel.data_parallel_size,
+        )
     if reason := _unsupported_model(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {WITHOUT}")
 
@@ -128,78 +138,54 @@ def _unsupported_layer(spec: KVCacheSpec, block_size: int) -> str:
     return ""
 
 
-def _check_parallel(parallel: ParallelConfig, *, experts: bool) -> None:
-    """Raises StartupError for parallelism that transfers do not support."""
-    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
-        raise StartupError(
-            "data-parallel-rank and data-parallel-hybrid-lb are not supported with remote prefill:"
-            " a worker runs all its data-parallel ranks; set data-parallel-size alone"
-        )
-    if parallel.data_parallel_size > 1 and parallel.data_parallel_backend != "mp":
-        raise StartupError(
-            f"data-parallel-backend: {parallel.data_parallel_backend} is not supported with remote"
-            " prefill: ranks must be processes of their component; remove it"
-        )
-    if parallel.enable_elastic_ep:
-        raise StartupError(
-            "enable-elastic-ep is not supported with remote prefill: the number of a worker's ranks"
-            " is fixed; remove it"
-        )
-    if parallel.data_parallel_size > 1 and experts:
-        logger.warning(
-            "data-parallel-size: %d with a model of experts, whose ranks compute in step: it was"
-            " not tried with remote prefill; run scripts/gpu_check --only experts first",
-            parallel.data_parallel_size,
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise StartupError(
-            "decode-context-parallel-size and prefill-context-parallel-size > 1 are not supported"
-            " with remote prefill: the tokens of one block would lie on several ranks"
-        )
-
-
-def _check_writes(config: VllmConfig) -> None:
-    """Raises StartupError if vLLM would not let every rank write: with drafts its V1 model runner
-    calls `wait_for_save` in the last pipeline stage only."""
-    stages, writes = config.parallel_config.pipeline_parallel_size, config.kv_transfer_config
-    if stages > 1 and config.speculative_config and writes and writes.is_kv_producer:
-        if not config.use_v2_model_runner:
-            raise StartupError(
-                f"pipeline-parallel-size: {stages} with speculative-config is not supported by a"
-                " prefill worker on vLLM's V1 model runner: only the last stage would write its"
-                " KV; remove one of them"
-            )
-
-
-def _check_drafts(config: VllmConfig) -> None:
-    """Raises StartupError for drafts whose KV depends on tokens that a job does not have."""
-    ahead = config.num_prefill_lookahead_tokens
-    if ahead > 2:
-        raise StartupError(
-            f"speculative-config: drafts that read {ahead} tokens ahead are not supported with"
-            " remote prefill: a prefill worker does not get the prompt's last token; at most 2"
-            " tokens (num_speculative_tokens) go"
-        )
-
-
-def _check_one_host(parallel: ParallelConfig) -> None:
-    """Raises StartupError if a rank would run on another host than its component."""
-    why = (
-        "an engine with remote prefill must be on one host: its ranks read files of their"
-        " component, among them until when they may write"
+def _unsupported_options(config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+    """Whether an option, or several together, is set, its name, and why it is not supported."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    replicas, local = parallel.data_parallel_size, parallel.data_parallel_size_local
+    yield (
+        parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
+        "data-parallel-rank or data-parallel-hybrid-lb",
+        "a worker runs all its data-parallel ranks; set data-parallel-size alone",
     )
-    if parallel.nnodes > 1:
-        raise StartupError(f"nnodes: {parallel.nnodes} is not supported with remote prefill: {why}")
-    if (local := parallel.data_parallel_size_local) < parallel.data_parallel_size:
-        raise StartupError(
-            f"data-parallel-size-local: {local} of {parallel.data_parallel_size} is not supported"
-            f" with remote prefill: {why}"
-        )
+    yield (
+        replicas > 1 and parallel.data_parallel_backend != "mp",
+        f"data-parallel-backend: {parallel.data_parallel_backend}",
+        "ranks must be processes of their component; remove it",
+    )
+    yield (
+        parallel.enable_elastic_ep,
+        "enable-elastic-ep",
+        "the number of a worker's ranks is fixed; remove it",
+    )
+    yield (
+        parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "decode-context-parallel-size or prefill-context-parallel-size > 1",
+        "the tokens of one block would lie on several ranks",
+    )
+    yield parallel.nnodes > 1, f"nnodes: {parallel.nnodes}", _ONE_HOST
+    yield local < replicas, f"data-parallel-size-local: {local} of {replicas}", _ONE_HOST
     # A CPU counts as one device, for any number of ranks.
     if parallel.use_ray and not current_platform.is_cpu():
-        local = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
-        if parallel.world_size > local:
-            raise StartupError(
-                f"distributed-executor-backend: ray with {parallel.world_size} ranks, and"
-                f" {local} devices on this host: {why}"
-            )
+        devices = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
+        ranks = f"{parallel.world_size} ranks, and {devices} devices on this host,"
+        yield (
+            parallel.world_size > devices,
+            f"distributed-executor-backend: ray with {ranks}",
+            _ONE_HOST,
+        )
+    # With drafts vLLM's V1 model runner calls `wait_for_save` in the last stage only.
+    stages, writes = parallel.pipeline_parallel_size, transfer and transfer.is_kv_producer
+    yield (
+        bool(stages > 1 and config.speculative_config and writes)
+        and not config.use_v2_model_runner,
+        f"pipeline-parallel-size: {stages} with speculative-config",
+        "with vLLM's V1 model runner only the last stage of a prefill worker would write its KV;"
+        " remove one of them",
+    )
+    ahead = config.num_prefill_lookahead_tokens
+    yield (
+        ahead > 2,
+        f"speculative-config: drafts that read {ahead} tokens ahead",
+        "a prefill worker does not get the prompt's last token; at most 2 tokens"
+        " (num_speculative_tokens) go",
+    )

@@ -10,28 +10,12 @@ import msgspec
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from vllm.config import LoadConfig, ModelConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 logger = logging.getLogger(__name__)
 
-_INDEX, _MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
-_HF = (("*.safetensors", _INDEX), ("*.bin", ""), ("*.pt", ""))
-_MISTRAL = (("consolidated*.safetensors", _MISTRAL_INDEX),)
-#: By load format: (pattern, index file) in vLLM's order of search. The first pattern with a
-#: match counts; the index lists which of the files are loaded.
-_PATTERNS = {
-    "auto": (*_MISTRAL, *_HF),
-    "hf": _HF,
-    "safetensors": _HF[:1],
-    "fastsafetensors": _HF[:1],
-    "instanttensor": _HF[:1],
-    "runai_streamer": _HF[:1],
-    "bitsandbytes": _HF,
-    "mistral": _MISTRAL,
-    "npcache": _HF[1:2],
-    "pt": _HF[2:],
-}
-#: Files of the training, which vLLM does not load.
-_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+#: Formats of loaders that take the same files as vLLM's default one does in another.
+_FILES_AS = {"bitsandbytes": "hf", "runai_streamer": "safetensors"}
 
 _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 1024
 #: Of a safetensors file: the length of its header, and the longest that the format allows.
@@ -46,21 +30,11 @@ def weights_print(model: ModelConfig, load: LoadConfig) -> str:
     """
     name = model.model_weights or model.model
     try:
-        path = _local_path(name, model.revision, load.download_dir)
-        if path is not None:
+        if (path := _local_path(name, model.revision, load.download_dir)) is not None:
             name = path.name  # its folder may differ between hosts
-        patterns = _PATTERNS.get(load_format := str(load.load_format))
-        if path is None:
-            reason = "no local files"
-        elif path.is_file():
-            return digest([path])
-        elif patterns is None:
-            reason = f"load-format {load_format}"
-        elif files := _files(path, patterns):
-            return digest(files)
-        else:
-            reason = "no weights in its folder"
-    except (OSError, msgspec.DecodeError) as exc:
+            return digest([path] if path.is_file() else _files(path, str(load.load_format)))
+        reason = "no local files"
+    except (OSError, RuntimeError, ValueError) as exc:
         reason = str(exc)
     logger.warning("the weights of %s are compared by name and revision only: %s", name, reason)
     return f"not read: {name}, revision {model.revision or 'default'} ({reason})"
@@ -116,16 +90,14 @@ def _local_path(model: str, revision: str | None, cache: str | None) -> Path | N
         return None
 
 
-def _files(folder: Path, patterns: Sequence[tuple[str, str]]) -> list[Path]:
-    for pattern, index in patterns:
-        found = [path for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS]
-        if index and (folder / index).is_file():
-            # There may be sharded and whole files, and only the sharded ones are loaded.
-            shards = msgspec.json.decode((folder / index).read_bytes(), type=_Index).weight_map
-            found = [path for path in found if path.name in set(shards.values())]
-        if found:
-            return found
-    return []
+def _files(folder: Path, load_format: str) -> list[Path]:
+    """Those that vLLM loads. Raises OSError, RuntimeError or ValueError if there are none, or their
+    index is broken."""
+    loader = DefaultModelLoader(LoadConfig(load_format=_FILES_AS.get(load_format, load_format)))
+    _, files, *_ = loader._prepare_weights(
+        str(folder), None, None, fall_back_to_pt=True, allow_patterns_overrides=None
+    )
+    return [Path(file) for file in files]
 
 
 class _HeaderEntry(msgspec.Struct):
@@ -133,9 +105,3 @@ class _HeaderEntry(msgspec.Struct):
     `__metadata__` has none."""
 
     data_offsets: tuple[int, int] | None = None
-
-
-class _Index(msgspec.Struct):
-    """The part of a safetensors index that is needed: the file of each tensor."""
-
-    weight_map: dict[str, str]

@@ -1,4 +1,4 @@
-"""Receives request bodies within limits on size, time and number, and checks their encoding.
+"""Receives request bodies within limits on size, time and number.
 
 vLLM's app parses and validates a body on the event loop that also serves all streams (0.02
 to 0.3 s per MiB), and tokenizes all prompts in one thread. So each body is received here
@@ -6,8 +6,6 @@ first, and large ones are passed to the app one at a time, with pauses for the s
 """
 
 import asyncio
-import json
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,15 +23,6 @@ MAX_BODY_BYTES = 32 << 20
 #: that it reads the answer before the connection is closed.
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-#: Text up to the first half of a surrogate pair. It is one match, because a loop over millions of
-#: escapes would block the event loop.
-_PAIRED = re.compile(
-    rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).?)*+",
-    re.DOTALL,
-)
 
 
 def body_limit(max_model_len: int, *, media: bool = False) -> int:
@@ -164,7 +153,6 @@ class Bodies:
             await self._receive(scope, receive, body)
             whole = b"".join(body.chunks)
             body.chunks.clear()
-            _check_text(scope, whole)
             large = body.size >= self._limits.large_bytes
             return [whole], await self._wait_for_turn(receive) if large else None
         finally:
@@ -248,36 +236,6 @@ def _passed_on(body: list[bytes], receive: Receive, on_read: Callable[[], None])
         return {"type": "http.request", "body": body.pop(), "more_body": False}
 
     return passed_on
-
-
-def _check_text(scope: Scope, body: bytes) -> None:
-    """Raises _Refusal unless a JSON body is UTF-8 and all its strings can be encoded.
-
-    `json.loads` accepts other encodings, and strings with half of a surrogate pair, which
-    would fail later: in the tokenizer, in a message, or in the answer.
-    """
-    if (header(scope, b"content-type") or b"").startswith(b"multipart/"):
-        return
-    problem = ""
-    if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
-        problem = "it is not UTF-8"
-    else:
-        try:
-            body.decode()
-        except UnicodeDecodeError as exc:
-            problem = f"byte {exc.start} is not UTF-8"
-    if not problem and _SURROGATE.search(body):
-        # The match begins with the body, and may be empty.
-        at = _PAIRED.match(body).end()  # type: ignore[union-attr]
-        if at < len(body):
-            escape = body[at : at + 6].decode()
-            problem = f"{escape} at byte {at} is half of a surrogate pair, no character"
-    if problem:
-        raise _Refusal(
-            HTTPStatus.BAD_REQUEST,
-            "BadRequestError",
-            f"The request's body is not valid text: {problem}",
-        )
 
 
 async def _has_gone(receive: Receive) -> bool:

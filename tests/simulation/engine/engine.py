@@ -32,7 +32,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import FirstToken, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.runtime.messaging import Messaging
@@ -130,10 +130,9 @@ class SimEngine:
             return
         max_tokens = min(left, self._setup.config.max_model_len - len(prompt))
         transfer = decode_params(request.timeout_s, self._setup.clock.monotonic())
-        if max_tokens > 1 and (sampling.greedy or sampling.seed is not None):
+        if max_tokens > 1 and sampling.greedy:
             self._first_tokens.expect(own, request, frozenset())
-            drawn = FirstTokenSampling(temperature=sampling.temperature, seed=sampling.seed)
-            transfer = with_first_token(transfer, drawn)
+            transfer = with_first_token(transfer)
         self._add(own, request, prompt, sampling, max_tokens, transfer)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -175,8 +174,6 @@ class SimEngine:
         prompt, wanted, sampling = job.prompt_token_ids, job.first_token, Sampling(max_tokens=1)
         if wanted is not None:
             prompt = [*prompt, wanted.last_token_id]
-            drawn = wanted.sampling
-            sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
         self._check_prompt(prompt)
         transfer = pack(PrefillJobParams.of(job, target, cell))
 

@@ -22,7 +22,7 @@ from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED
 from dynamo_lite.disagg.engine import AttemptOutcome
 from dynamo_lite.protocol.errors import EngineDied, ProtocolError, Refused
 from dynamo_lite.protocol.generate import Adapter, TokenDelta
-from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
+from dynamo_lite.protocol.prefill import FirstToken, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
 from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
@@ -245,7 +245,7 @@ async def test_what_the_engine_aborts_by_itself_is_no_end(rig: Rig):
 # The prefill engine
 
 
-WANTED = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=9)
+WANTED = FirstTokenWanted(last_token_id=9)
 
 
 class PrefillRig:
@@ -308,9 +308,9 @@ async def test_a_job_that_is_given_up_while_its_adapter_loads_is_not_computed(
     await asked.wait()
     assert not prefill_rig.engine.busy
     await prefill_rig.engine.abandon("a1")
+    loaded.set()
     with pytest.raises(Refused, match="given up while its adapter was loaded"):
         await run
-    loaded.set()
     assert prefill_rig.core.added == []
 
 
@@ -337,7 +337,7 @@ async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(prefill_r
 
 
 async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_rig: PrefillRig):
-    prefill_rig.engine._rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
+    prefill_rig.engine._rules = SimpleNamespace(gives=lambda _: False)  # type: ignore[assignment]
     async with prefilling(prefill_rig) as tokens:
         prefill_rig.core.step(EngineCoreOutput("a1", [7]))
     assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))

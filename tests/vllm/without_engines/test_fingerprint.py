@@ -156,7 +156,7 @@ SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"hf_overrides": {"rope_parameters": SCALED}}, {"config", "rope"}),
+        ({"hf_overrides": {"rope_parameters": SCALED}}, {"config"}),
         ({"hf_overrides": {"rms_norm_eps": 0.5}}, {"config"}),
         ({"max_model_len": 256}, {"max_model_len"}),
         ({"dtype": "float32"}, {"dtype"}),

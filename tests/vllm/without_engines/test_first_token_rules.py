@@ -3,14 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, decode_params_of, unpack
 from dynamo_lite.protocol.errors import Refused
-from dynamo_lite.protocol.prefill import FirstTokenSampling, FirstTokenWanted
+from dynamo_lite.protocol.prefill import FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm import first_token, requests
 from dynamo_lite.vllm.first_token import FirstTokenRules, stop_tokens
@@ -27,7 +26,7 @@ def rules(
     platform = SimpleNamespace(is_cpu=lambda: cpu)
     monkeypatch.setattr(first_token, "current_platform", platform)
     cache = SimpleNamespace(sliding_window=None)
-    fields = {"model_config": MODEL, "cache_config": cache, "speculative_config": None}
+    fields = {"model_config": MODEL, "cache_config": cache}
     config: Any = SimpleNamespace(**(fields | changes))
     return FirstTokenRules(config, one_group=one_group)
 
@@ -41,24 +40,12 @@ def changed(model: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, FirstTokenSampling()),
-        ({"seed": 3}, FirstTokenSampling()),
-        ({"stop": ["x"], "stop_token_ids": [5], "ignore_eos": True}, FirstTokenSampling()),
-        ({"temperature": 0.5, "seed": 3}, FirstTokenSampling(temperature=0.5, seed=3)),
-        (
-            {"temperature": 0.5, "seed": 3, "top_p": 0.9, "top_k": 4, "min_p": 0.2},
-            FirstTokenSampling(temperature=0.5, seed=3, top_p=0.9, top_k=4, min_p=0.2),
-        ),
-        ({"temperature": 0.5, "seed": 3, "top_k": -1}, FirstTokenSampling(temperature=0.5, seed=3)),
-    ],
+    "fields",
+    [{}, {"seed": 3}, {"stop": ["x"], "stop_token_ids": [5], "ignore_eos": True}],
     ids=str,
 )
-def test_greedy_and_seeded_requests_are_sampled_by_the_prefill_engine(
-    monkeypatch, fields, expected
-):
-    assert rules(monkeypatch).sampling(params(**fields), 5) == expected
+def test_greedy_requests_get_it_from_the_prefill_engine(monkeypatch, fields):
+    assert rules(monkeypatch).asks(params(**fields), 5)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +53,7 @@ def test_greedy_and_seeded_requests_are_sampled_by_the_prefill_engine(
     [
         {"max_tokens": 1},
         {"temperature": 1.0},
-        {"temperature": 1.0, "seed": 1 << 70},
+        {"temperature": 0.5, "seed": 3},
         {"logprobs": 0},
         {"logprob_token_ids": [1]},
         {"prompt_logprobs": 0},
@@ -86,15 +73,13 @@ def test_greedy_and_seeded_requests_are_sampled_by_the_prefill_engine(
     ids=str,
 )
 def test_all_others_are_not(monkeypatch, fields):
-    assert rules(monkeypatch).sampling(params(**fields), 5) is None
+    assert not rules(monkeypatch).asks(params(**fields), 5)
 
 
 def test_a_first_token_that_is_the_last_one_the_model_takes_is_not(monkeypatch):
     here = rules(monkeypatch)
-    assert here.sampling(params(), LIMIT - 2) is not None
-    assert here.sampling(params(), LIMIT - 1) is None
-    assert here.samples(FirstTokenSampling(), LIMIT - 1)
-    assert not here.samples(FirstTokenSampling(), LIMIT)
+    assert here.asks(params(), LIMIT - 2) and not here.asks(params(), LIMIT - 1)
+    assert here.gives(LIMIT - 1) and not here.gives(LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -109,33 +94,19 @@ def test_a_first_token_that_is_the_last_one_the_model_takes_is_not(monkeypatch):
 )
 def test_engines_of_these_kinds_take_and_give_none(monkeypatch, config):
     here = rules(monkeypatch, **config)
-    assert here.sampling(params(), 5) is None
-    assert not here.samples(FirstTokenSampling(), 5)
+    assert not here.asks(params(), 5) and not here.gives(5)
 
 
 def test_mla_on_a_cpu_computes_prompts_and_decoded_tokens_differently(monkeypatch):
     mla = changed(MODEL, use_mla=True)
-    assert rules(monkeypatch, cpu=True, model_config=mla).sampling(params(), 5) is None
-    assert not rules(monkeypatch, cpu=True, model_config=mla).samples(FirstTokenSampling(), 5)
-    assert rules(monkeypatch, model_config=mla).samples(FirstTokenSampling(), 5)
+    on_cpu = rules(monkeypatch, cpu=True, model_config=mla)
+    assert not on_cpu.asks(params(), 5) and not on_cpu.gives(5)
+    assert rules(monkeypatch, model_config=mla).gives(5)
 
 
 def test_installed_logits_processors_count(monkeypatch):
     monkeypatch.setattr(first_token, "entry_points", lambda group: [group])
-    assert rules(monkeypatch).sampling(params(), 5) is None
-
-
-def test_seeded_sampling_needs_a_generator_that_both_engines_use_alike(monkeypatch):
-    drawn, seeded = params(temperature=0.5, seed=3), FirstTokenSampling(temperature=0.5, seed=3)
-    greedy = FirstTokenSampling()
-    drafts = rules(monkeypatch, speculative_config=object())
-    assert drafts.sampling(drawn, 5) is None and not drafts.samples(seeded, 5)
-    assert drafts.sampling(params(), 5) == greedy and drafts.samples(greedy, 5)
-    # vLLM cannot set back the generator of a CPU after a chunk of a prompt.
-    on_cpu = rules(monkeypatch, cpu=True)
-    assert on_cpu.sampling(drawn, 5) == seeded and not on_cpu.samples(seeded, 5)
-    assert on_cpu.samples(greedy, 5)
-    assert rules(monkeypatch).samples(seeded, 5)
+    assert not rules(monkeypatch).asks(params(), 5)
 
 
 def test_which_tokens_end_an_answer():
@@ -150,53 +121,30 @@ def test_which_tokens_end_an_answer():
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_the_engines_scheduler_half_knows_it(timed: bool):
-    sampling = FirstTokenSampling(temperature=0.5, seed=3)
-    made = requests.generation(message(temperature=0.5, seed=3), MODEL, connected=timed)
-    assert decode_params_of(Request.from_engine_core_request(made, None)).first_token is None
-    requests.ask_first_token(made, sampling)
-    assert decode_params_of(Request.from_engine_core_request(made, None)).first_token == sampling
+    made = requests.generation(message(temperature=0), MODEL, connected=timed)
+    assert not decode_params_of(Request.from_engine_core_request(made, None)).first_token
+    requests.ask_first_token(made)
+    assert decode_params_of(Request.from_engine_core_request(made, None)).first_token
 
 
-def job(**sampling: Any) -> Any:
-    wanted = FirstTokenWanted(sampling=FirstTokenSampling(**sampling), last_token_id=99)
-    return prefill_job(first_token=wanted)
+def job(last_token_id: int = 99) -> Any:
+    return prefill_job(first_token=FirstTokenWanted(last_token_id=last_token_id))
 
 
-def test_a_prefill_engine_computes_the_whole_prompt_and_samples():
-    made = requests.prefill(
-        job(temperature=0.5, top_p=0.9, top_k=4, min_p=0.2, seed=3),
-        engine_metadata(num_blocks=9),
-        Cell(),
-        MODEL,
-        first_token=True,
-    )
+def test_a_prefill_engine_computes_the_whole_prompt_where_it_gives_the_token():
+    target = engine_metadata(num_blocks=9)
+    made = requests.prefill(job(), target, Cell(), MODEL, first_token=True)
     assert made.prompt_token_ids == [*range(10), 99]
-    drawn = made.params
-    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.5, 0.9, 4, 0.2)
-    assert (drawn.seed, drawn.max_tokens) == (3, 1)
+    assert (made.params.temperature, made.params.max_tokens) == (0, 1)
     sent = unpack(Request.from_engine_core_request(made, None), PrefillJobParams)
     assert sent is not None and sent.num_tokens == 10
-
-
-def test_without_it_the_last_token_is_left_to_the_decode_engine():
-    target = engine_metadata(num_blocks=9)
-    for made in (
-        requests.prefill(job(seed=3, temperature=0.5), target, Cell(), MODEL),
+    for without in (
+        requests.prefill(job(), target, Cell(), MODEL),
         requests.prefill(prefill_job(), target, Cell(), MODEL, first_token=True),
     ):
-        assert made.prompt_token_ids == list(range(10))
-        assert (made.params.temperature, made.params.seed) == (0, None)
+        assert without.prompt_token_ids == list(range(10))
 
 
-@pytest.mark.parametrize("change", [{"top_k": 2_000_000_000}, {"last_token_id": 100}], ids=str)
-def test_what_the_model_cannot_take_is_refused_and_breaks_no_step(change: dict[str, Any]):
-    asked = job(temperature=1.0, seed=1, **{k: v for k, v in change.items() if k == "top_k"})
-    if "last_token_id" in change:
-        wanted = msgspec.structs.replace(asked.first_token, **change)
-        asked = msgspec.structs.replace(asked, first_token=wanted)
-    try:
-        made = requests.prefill(asked, engine_metadata(), Cell(), MODEL, first_token=True)
-    except Refused:
-        return
-    # vLLM cuts top_k to the vocabulary.
-    assert "top_k" in change and made.params.top_k == change["top_k"]
+def test_a_last_token_that_would_break_a_step_is_refused():
+    with pytest.raises(Refused, match="vocabulary"):
+        requests.prefill(job(100), engine_metadata(), Cell(), MODEL, first_token=True)

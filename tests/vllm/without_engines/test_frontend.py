@@ -45,13 +45,6 @@ async def test_a_stop_string_ends_the_request_at_the_worker(front: Front):
     await front.workers.wait_aborted(1)
 
 
-async def test_a_client_cannot_steer_block_writes(front: Front):
-    body = TEXT | {"kv_transfer_params": {"do_remote_prefill": True}, "vllm_xargs": {"mine": 1}}
-    assert (await front.post("/v1/completions", body)).status_code == 200
-    params = sampling_from_bytes(front.workers.asked[0][1].sampling)
-    assert params.extra_args == {"mine": 1}
-
-
 async def test_reasoning_is_split_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from transformers import PreTrainedTokenizerFast
 
@@ -113,6 +106,7 @@ async def test_no_worker_is_a_503_that_says_when_to_retry(front: Front, stream):
     answer = await front.post("/v1/completions", TEXT | {"stream": stream})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "No worker" in answer.json()["error"]["message"]
+    assert front.intake.refused == {"no_worker": 1}
     front.workers.members = Workers().members
     assert (await front.post("/v1/completions", TEXT)).status_code == 200
 
@@ -144,6 +138,8 @@ async def test_a_delta_that_makes_no_sense_fails_only_its_request(front: Front):
     front.workers.logprobs = lambda token: LogprobRows(1, 1, b"", b"", b"")
     answer = await front.post("/v1/completions", TEXT)
     assert answer.status_code == 500
+    await front.workers.wait_aborted(1)
+    assert front.intake.in_flight == 0
     front.workers.logprobs = None
     assert (await front.post("/v1/completions", TEXT)).status_code == 200
 

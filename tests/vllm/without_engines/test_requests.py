@@ -91,12 +91,6 @@ def test_what_an_engine_with_drafts_would_ignore_is_refused(params: dict[str, An
     assert not refused.value.elsewhere
 
 
-def test_text_that_cannot_be_encoded_is_refused():
-    for params in (SamplingParams(stop=["\ud800"]), SamplingParams(extra_args={"x": "\udfff"})):
-        with pytest.raises(VLLMValidationError, match="surrogates not allowed"):
-            generate_request(core_request(params), 2.5)
-
-
 def test_a_request_arrives_as_it_was():
     sent, plan = generate_request(core_request(SamplingParams(temperature=0)), 2.5)
     assert sent.timeout_s == 2.5 and plan == MigrationPlan()

@@ -8,7 +8,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, Overloaded, WorkerLost
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    NoWorkers,
+    Overloaded,
+    StartupError,
+    WorkerLost,
+)
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import OnEnded
@@ -17,6 +23,7 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
+from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.unit.frontend_core import CoreScene, RecordingFailover
 from tests.vllm.graph import MODEL
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY
@@ -49,11 +56,11 @@ class Answering(RecordingFailover):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
+async def served(*more: str) -> AsyncIterator[tuple[Answering, CoreScene, httpx.AsyncClient]]:
     assert BINARY is not None
     scene = CoreScene(in_flight=1)
     failover = Answering(scene.intake)
-    flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32"]
+    flags = [f"--model={MODEL}", "--served-model-name=tiny", "--dtype=float32", *more]
     with bind("127.0.0.1", 0) as sock:
         url = url_of(sock)
         async with (
@@ -69,6 +76,12 @@ async def events(http: httpx.AsyncClient) -> tuple[int, list[str]]:
     answer = await http.post("/v1/completions", json={**TEXT, "stream": True})
     lines = answer.text.splitlines()
     return answer.status_code, [line.removeprefix("data: ") for line in lines if line]
+
+
+async def test_a_parser_that_it_does_not_have_ends_its_start():
+    with pytest.raises(StartupError, match="reasoning parser `openai_gptoss` is not registered"):
+        async with served("--reasoning-parser=openai_gptoss"):
+            pass
 
 
 async def test_refusals_losses_and_what_is_read_of_the_headers():
@@ -155,6 +168,6 @@ async def test_the_status_of_each_documented_difference():
             got = await (http.get(path) if body is None else _post(http, path, body))
             assert got.status_code == status, f"{name}: {got.text[:200]}"
         await http.post("/v1/completions", json=TEXT | {"kv_transfer_params": {"a": 1}})
-        assert b"kv_transfer_params" not in failover.submitted[-1].sampling
+        assert sampling_from_bytes(failover.submitted[-1].sampling).extra_args is None
         templated = [m for m in failover.submitted if len(m.prompt_token_ids) == 1]
         assert len(templated) == 1, "the template is the whole prompt"
