@@ -54,19 +54,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_991,
+    "dynamo_lite/protocol": 1_978,
     "dynamo_lite/runtime": 6_089,
     "dynamo_lite/routing": 1_055,
     "dynamo_lite/transfer": 1_265,
     "dynamo_lite/request_plane": 1_860,
-    "dynamo_lite/disagg": 6_394,
-    "dynamo_lite/vllm": 7_161,
+    "dynamo_lite/disagg": 6_391,
+    "dynamo_lite/vllm": 6_987,
     "dynamo_lite/forward": 4_841,
     "dynamo_lite/planner": 2_095,
-    "dynamo_lite/serve": 5_611,
+    "dynamo_lite/serve": 5_604,
     "dynamo_lite/cli": 2_697,
-    "tests": 55_432,
-    "tests/simulation": 7_971,
+    "tests": 54_851,
+    "tests/simulation": 7_968,
 }
 SLACK = 50
 
