@@ -34,9 +34,10 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-    except OSError as exc:
+    except (OSError, OverflowError) as exc:
         listener.close()
-        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
+        why = exc.strerror if isinstance(exc, OSError) else "no such port"
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {why}") from exc
     listener.setblocking(False)
     return listener
 

@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -181,12 +181,21 @@ def _load(options: TracingOptions, source: dict[str, str]) -> "tuple[Resource, S
 
 async def _ended(flush: Callable[[], object], give_up: Callable[[], object]) -> None:
     """Both may take longer than the timeout, so they have daemon threads that are not joined."""
-    flushing = threading.Thread(target=flush, name="trace-flush", daemon=True)
-    flushing.start()
+    loop, flushed = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        flush()
+        with suppress(RuntimeError):  # the event loop is closed after the timeout
+            loop.call_soon_threadsafe(flushed.set)
+
+    threading.Thread(target=run, name="trace-flush", daemon=True).start()
     try:
-        await asyncio.to_thread(flushing.join, _FLUSH_S)
+        async with asyncio.timeout(_FLUSH_S):
+            await flushed.wait()
+    except TimeoutError:
+        pass
     finally:
-        if flushing.is_alive():
+        if not flushed.is_set():
             threading.Thread(target=give_up, name="trace-give-up", daemon=True).start()
 
 

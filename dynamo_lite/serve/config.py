@@ -19,7 +19,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import VARIABLES
+from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
@@ -213,6 +213,9 @@ def _resolve_service(
         given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
     args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
     args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
+    if args.get("devices") and DEVICES in args["env"]:
+        why = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
+        document.complain((*path, "ServiceArgs", "devices"), why)
     return ServiceConfig(service=service, options=options, flags=flags, **args)
 
 

@@ -60,7 +60,7 @@ def check_addresses(config: GraphConfig) -> None:
     for service in config.here:
         name, first = service.service.name, service.status_port
         if service.workers and (address := http_address(service)) is not None:
-            wanted.append((f"{name}.port", *address))
+            wanted += [(f"{name}.host", address[0], 0), (f"{name}.port", *address)]
         for number in range(service.workers if first else 0):
             wanted.append((f"{name}.ServiceArgs.status-port", bind_host, first + number))
     for option, host, port in wanted:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S
+from dynamo_lite.request_plane.framing import STALL_TIMEOUT_S
 from tests.builders import eventually
 from tests.chaos.questions import Known
 from tests.hosts.kv import Kv
@@ -130,7 +130,7 @@ async def _frontend_host_vanishes(stage: Stage) -> None:
             return not any(worker.host.sends_to(host, port) for worker, port in ports)
 
         try:
-            left_s = UNACKNOWLEDGED_TIMEOUT_S + _LATE_S - (time.monotonic() - began)
+            left_s = STALL_TIMEOUT_S + _LATE_S - (time.monotonic() - began)
             await eventually(given_up, left_s)
         except TimeoutError as exc:
             raise AssertionError("workers still send to a host that is lost") from exc

@@ -85,7 +85,7 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], option: str):
 @pytest.mark.parametrize(
     ("graph", "key", "value", "message"),
     [
-        (STUB, "Front.host", "999.1.1.1", "Front.port: cannot listen on 999.1.1.1:"),
+        (STUB, "Front.host", "999.1.1.1", "Front.host: cannot listen on 999.1.1.1:"),
         (STUB, "Graph.bind-host", "999.1.1.1", "Graph.bind-host: cannot listen on 999.1.1.1:"),
         (MODELLED, "Vllm.model", "./absent", "Vllm.model: no model (config.json or params.json)"),
     ],

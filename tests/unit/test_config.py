@@ -122,6 +122,9 @@ def test_devices_are_a_list_or_a_number(load: Loader):
     assert load(GOOD, *EACH, "--Graph.devices=3").shared.devices == 3
     [found] = load.mistakes(GOOD, *EACH, "--Graph.devices=3", "--Graph.device=3")
     assert found.startswith("--Graph.device: unknown key; did you mean devices?")
+    own = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0"
+    [found] = load.mistakes(GOOD, *EACH, "--Graph.devices=3", own)
+    assert "Graph.devices sets CUDA_VISIBLE_DEVICES" in found
 
 
 @pytest.mark.parametrize(

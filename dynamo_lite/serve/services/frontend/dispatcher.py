@@ -111,6 +111,10 @@ async def rotate(
         transport.retain(roster.members)
         changed()
 
+    def on_health(*_: object) -> None:
+        changed()
+        migrate_overdue()
+
     async def look() -> None:
         while True:
             migrate_overdue()
@@ -118,7 +122,7 @@ async def rotate(
 
     transport.retain(roster.members)
     stack.enter_context(roster.on_change(on_roster))
-    stack.enter_context(health.on_change(lambda *_: changed()))
+    stack.enter_context(health.on_change(on_health))
     await stack.enter_async_context(running(look(), name="rotation"))
 
 

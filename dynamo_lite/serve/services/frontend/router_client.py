@@ -26,6 +26,8 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
+#: Before outcomes that could not be published are published again.
+_AGAIN_S = 1.0
 
 
 class RemoteRouter(Picker):
@@ -170,12 +172,13 @@ class RemoteRouter(Picker):
         return self._outcomes.setdefault(router, ([], []))
 
     async def _publish_outcomes(self) -> None:
-        """Outcomes of one iteration of the event loop are published together. A router that misses
-        some counts those requests until no report of their workers shows them."""
+        """Outcomes of one iteration of the event loop are published together. Without them a router
+        counts its requests as running, so they are kept while NATS is disconnected."""
         while True:
             await self._has_outcomes.wait()
             self._has_outcomes.clear()
             outcomes, self._outcomes = self._outcomes, {}
+            again = False
             for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
                     client=self._lease_id, answered=answered, released=released
@@ -185,6 +188,12 @@ class RemoteRouter(Picker):
                     await self._messaging.publish(subject, encode(notice))
                 except Unavailable as exc:
                     logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
+                    if self._routers.get(router) is not None:
+                        since = self._outcomes_for(router)
+                        since[0][:0], since[1][:0] = answered, released
+                        again = True
+            if again:
+                await asyncio.sleep(_AGAIN_S)
 
 
 def _now() -> float:
