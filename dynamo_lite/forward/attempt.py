@@ -4,6 +4,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 """
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -33,6 +34,9 @@ T = TypeVar("T")
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
+#: How long after its prefill leg an answer in one piece depends on the prefill engine: its first
+#: byte comes after all tokens, so it does not tell when the KV has arrived.
+_WHOLE_S = 60.0
 
 
 class ForwardParts:
@@ -94,6 +98,8 @@ class RequestAttempt:
         self.parts, self.job, self.placement = parts, job, placement
         #: All events of a prefill leg that streams.
         self.prefill_events = b""
+        #: When the prefill leg ended, in the loop's time.
+        self._prefilled_at = math.inf
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
@@ -200,6 +206,7 @@ class RequestAttempt:
                     self.prefill_events = leg.shows(await without_error(response))
                 data = await response.read()
             self.job.note.leg_ends(self._taken["prefill"])
+            self._prefilled_at = asyncio.get_running_loop().time()
             answer = PrefillAnswer() if response.is_stream else prefill_answer(data)
         except TimeoutError as exc:
             detail = f"no whole answer within {within_s:g} s"
@@ -223,6 +230,9 @@ class RequestAttempt:
         self.prefill.on_end.add(self._prefill_ended)
 
     def _prefill_ended(self, why: str, refuses: bool) -> None:
+        since_s = asyncio.get_running_loop().time() - self._prefilled_at
+        if not self.job.request.stream and since_s > _WHOLE_S:
+            return
         text = f"it has ended or was restarted before its KV was taken over: {why}"
         self._vain = LegFailed(self.prefill, "prefill", "broken", text)
         response = self._responses.get("decode")

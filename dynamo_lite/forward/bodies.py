@@ -235,7 +235,11 @@ def _count(value: Any) -> int | None:
     return int(number) if number.is_integer() else None
 
 
+#: What pydantic takes for false, in lower case.
+_OFF = (None, False, "false", "f", "no", "n", "off", "0")
+
+
 def _set(value: Any) -> bool:
-    """Whether a flag may be on. What is not certainly false may be: pydantic also takes 1 and
-    "yes" for true."""
-    return plain(value) not in (None, False, "false")
+    """Whether a flag may be on. What is not certainly false may be."""
+    found = plain(value)
+    return (found.lower() if isinstance(found, str) else found) not in _OFF

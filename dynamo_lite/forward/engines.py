@@ -73,8 +73,8 @@ class KnownEngine:
     #: Requests at the engine that are not of this process.
     other_requests: int = 0
     kv_usage: float = 0.0
-    #: Number of its last leg, among those of all engines.
-    turn: int = 0
+    #: Number of its last turn, among all turns of all engines, by leg.
+    turns: dict[str, int] = field(default_factory=dict[str, int])
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options.

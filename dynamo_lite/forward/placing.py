@@ -183,7 +183,7 @@ class Placer:
             roomy,
             key=lambda one: (
                 one.load_tokens - weight * matched[one.number],
-                one.turn,
+                one.turns.get(leg, 0),
             ),
         )
         longest = max(matched[one.number] for one in able)
@@ -206,4 +206,4 @@ class Placer:
     def _took(self, engine: KnownEngine, choice: LegChoice) -> None:
         """The engine has its turn."""
         self.choices[choice.leg, choice.reason] += 1
-        engine.turn = next(self._turns)
+        engine.turns[choice.leg] = next(self._turns)

@@ -132,7 +132,10 @@ class Upstream:
             return connection
 
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
-        self._idle.setdefault(place, []).append(connection)
+        idle = self._idle.setdefault(place, [])
+        while idle and not idle[0].usable:  # not every engine closes them
+            idle.pop(0).abort()
+        idle.append(connection)
 
     def _lost(self, place: _Place, connection: UpstreamConnection) -> None:
         self._open.discard(connection)

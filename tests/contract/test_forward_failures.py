@@ -438,6 +438,31 @@ async def ends_after_its_answer(r: Rig, stream: bool) -> None:
     await aborted(r.decode[0].legs[0])
 
 
+async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The decode engine has the KV by then."""
+    monkeypatch.setattr("dynamo_lite.forward.attempt._WHOLE_S", 0.05)
+    async with rig("mooncake", health_interval_s=0.01) as r:
+        await warm(r)
+        one = r.prefill[0]
+        async with slow(r.decode[0]):
+            with handover_begins() as begun:
+                asked = asyncio.create_task(r.text())
+                await until(1, r.decode[0])
+                async with asyncio.timeout(5):
+                    await begun.wait()
+            await asyncio.sleep(0.2)  # four times as long as it depends on the engine
+            one.bootstrap_ids = {"0": {"engine_id": "another"}}
+            await r.check()
+            await one.stop()
+            await r.check()
+            await asyncio.sleep(0.1)  # ten looks whether it stays
+            assert not r.decode[0].legs[0].aborted.is_set()
+        assert await asked == TEXT
+        assert not r.forwarding.stats.failures
+
+
 # Neuron: the first token is the prefill engine's.
 
 

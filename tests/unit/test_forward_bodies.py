@@ -175,7 +175,7 @@ def test_a_stream_may_be_asked_for_in_many_ways(value: Any, stream: bool):
         (COMPLETIONS, {"prompt": "p", "best_of": "2"}, "", "n", 1),
         (COMPLETIONS, {"prompt": "p", "echo": 1}, "echo", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": "Yes"}, "echo", "", 1),
-        (COMPLETIONS, {"prompt": "p", "echo": "off"}, "echo", "", 1),
+        (COMPLETIONS, {"prompt": "p", "echo": "off"}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": 0.0}, "", "", 1),
         (COMPLETIONS, {"prompt": "p", "echo": None}, "", "", 1),
         (CHAT, {"messages": [], "use_beam_search": "true"}, "beam_search", "", 1),

@@ -58,6 +58,13 @@ async def test_turns_are_fair_while_engines_come_and_go():
     assert chosen(one, 2) == [3, 0]
 
 
+async def test_each_leg_has_turns_of_its_own_among_engines_of_both_roles():
+    one, _ = placer(*["prefill-decode"] * 3)
+    placed = [one.place(request(), Tried()) for _ in range(12)]
+    assert {each.decode.number for each in placed} == {0, 1, 2}
+    assert {each.prefill.number for each in placed if each.prefill} == {0, 1, 2}
+
+
 async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ):

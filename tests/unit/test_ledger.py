@@ -128,13 +128,14 @@ def test_a_request_whose_time_is_up_has_reached_its_deadline(empty):
     assert empty.tick(12.0) == [Ended("r", "a", Outcome.DEADLINE), Release("a")]
 
 
-@pytest.mark.parametrize(("lane", "sequence", "lost"), [
-    (Lane.LONG, 10, True), (Lane.LONG, 8, False), (Lane.SHORT, 10, False),
+@pytest.mark.parametrize(("lane", "sequence", "queued_at", "lost"), [
+    (Lane.LONG, 10, 0.0, True), (Lane.LONG, 8, 0.0, False), (Lane.SHORT, 10, 0.0, False),
+    (Lane.LONG, 8, 1.0, True),  # its cluster has made the stream again
 ])  # fmt: skip
 def test_a_job_that_was_delivered_before_a_claimed_one_has_lost_its_worker(
-    queued, lane, sequence, lost
+    queued, lane, sequence, queued_at, lost
 ):
-    queued.allocated("s", "b", 200.0)
+    queued.allocated("s", "b", 200.0, queued_at=queued_at)
     queued.published("b", sequence, lane)
     queued.claim("b", 72, OTHER, now=5.0)
     queued.claim("b", 72, OTHER, now=5.9)

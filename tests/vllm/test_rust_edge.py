@@ -3,6 +3,7 @@
 Both edges serve the same two decode workers, so that equal requests get equal tokens.
 """
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
-from tests.vllm.asking import client, joined, prompt_ids
+from tests.vllm.asking import Stream, client, joined, prompt_ids
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
     AGG,
@@ -26,6 +27,7 @@ from tests.vllm.graph import (
     descendants_of,
     eventually,
     health_of,
+    reached,
 )
 
 KEPT = Path(".dynamo-lite") / PROGRAM
@@ -56,6 +58,7 @@ pytestmark = [
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+MOVED = "dynamo_lite_requests_moved_total"
 
 #: Fields of an answer's choice that both edges have.
 _FIELDS = ("index", "text", "finish_reason", "stop_reason")
@@ -171,6 +174,25 @@ def running(graph: Graph) -> list[int]:
 def wait_idle(frontend: Graph, graph: Graph) -> None:
     eventually(lambda: sum(running(graph)) == 0, timeout_s=10, what="no engine has a request")
     assert frontend.health("Frontend")["requests"] == 0
+
+
+@pytest.mark.takes_workers
+async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
+    requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
+    expected = [ask(python, "completions", request, stream=False) for request in requests]
+    victim = python.process("VllmWorker", 1)
+    streams = [Stream("completions", request) for request in requests]
+    async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
+        answers = [asyncio.create_task(stream.run(http)) for stream in streams]
+        await reached(
+            lambda: any(len(stream.tokens().get(0, [])) > 10 for stream in streams),
+            timeout_s=60,
+            what="a stream has begun",
+        )
+        os.kill(victim.pid, signal.SIGKILL)
+        tokens = [(await answer)["tokens"][0] for answer in answers]
+    assert tokens == [answer["tokens"] for answer in expected]
+    assert rust.count("Frontend", MOVED) > 0
 
 
 @pytest.mark.takes_workers

@@ -339,4 +339,5 @@ def _is_before(one: Attempt, other: Attempt) -> bool:
     """Whether the queue delivers the job of `one` before that of `other`."""
     if one.sequence is None or other.sequence is None or one.lane is not other.lane:
         return False
-    return one.sequence < other.sequence
+    # A stream that its cluster has lost and made again counts from its first sequence again.
+    return one.sequence < other.sequence or one.queued_at < other.queued_at

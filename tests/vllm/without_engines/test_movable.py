@@ -67,6 +67,18 @@ def test_how_a_request_goes_on(params: SamplingParams, plan: MigrationPlan):
     assert migration_plan(params) == plan
 
 
+def test_each_of_several_choices_has_a_seed_of_its_own():
+    """vLLM gives child i of a seeded request the seed plus i: each replays by itself."""
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    from tests.vllm.without_engines.test_requests import core_request
+
+    parent = ParentRequest(core_request(SamplingParams(temperature=1, n=3, seed=7)))
+    children = [parent.get_child_info(index)[1] for index in range(3)]
+    assert [child.seed for child in children] == [7, 8, 9]
+    assert all(migration_plan(child) == REPLAY for child in children)
+
+
 def model(*architectures: str, is_diffusion: bool = False) -> Any:
     return cast("Any", SimpleNamespace(architectures=architectures, is_diffusion=is_diffusion))
 
