@@ -15,7 +15,6 @@ from dynamo_lite.planner.policy.inputs import (
 )
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
-from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
@@ -388,14 +387,3 @@ def test_the_minima_need_the_devices_of_their_workers():
 )
 def test_what_an_operator_cannot_have(wanted, said):
     assert refusals(wanted, {P: 1, D: 2}, {P: 1, D: 2}, PlannerOptions()) == said
-
-
-# Forecasts
-
-
-def test_a_line_needs_different_loads_and_must_rise():
-    flat = falling = Line()
-    for x in range(10):
-        flat, falling = flat.add(50.0, 0.02), falling.add(x, 1.0 - x * 0.01)
-    assert flat.fit() is None
-    assert falling.fit() is None

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
 from dynamo_lite.planner.policy.role import Change, RoleMemory, RolePlan, RoleStep
-from dynamo_lite.planner.policy.work import Work
+from dynamo_lite.planner.policy.work import Tick, Work
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: Without a tick for this many tick times the load counts as unknown in between.
@@ -117,21 +117,26 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     load, decode = seen.decode, seen.roles.get(Role.DECODE)
     admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
-        return replace(work, per_s=None)
+        return work.unknown()
     if decode is None:
         return work
-    work = work.arrived(admitted, queued, now).served(
-        admitted,
-        tokens_per_s=load.tokens_per_s,
-        prefill_per_s=seen.prefill.arriving_per_s,
-    )
-    running, used = load.running, load.kv_used
-    if running and used is not None:
-        work = work.held(used, running)
-    tokens_per_s, token_s = load.tokens_per_s, load.token_s
+    tokens_per_s, token_s, batch = load.tokens_per_s, load.token_s, None
     if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
-        work = work.ran(tokens_per_s, token_s, decode.serving)
-    return work
+        # By Little's law. The number that runs at the end of the tick is another one, and would
+        # make the line flatter than it is.
+        batch = tokens_per_s * token_s / decode.serving
+    tick = Tick(
+        at=now,
+        admitted=admitted,
+        queued=queued,
+        output=tokens_per_s,
+        prefill=seen.prefill.arriving_per_s,
+        kv=load.kv_used,
+        running=load.running or None,
+        batch=batch,
+        token_s=token_s,
+    )
+    return work.add(tick)
 
 
 def _is_old(role: RoleSeen, limits: PlannerOptions) -> bool:

@@ -87,13 +87,13 @@ class RoleMemory:
         """With this tick's number, need and starts."""
         # Another process may have changed the number.
         made = self if self.count in (None, seen.count) else self.without_window()
-        if need.down is None:
+        if need.workers is None or not need.complete:
             made = replace(made, known_since=None, needs=())
         else:
             begin = now - limits.down_window_s
-            kept = (one for one in made.needs if one[0] > begin and one[1] > need.down)
+            kept = (one for one in made.needs if one[0] > begin and one[1] > need.workers)
             since = now if made.known_since is None else made.known_since
-            made = replace(made, known_since=since, needs=(*kept, (now, need.down)))
+            made = replace(made, known_since=since, needs=(*kept, (now, need.workers)))
         if seen.changed != made.changed:
             made = replace(made, changed=seen.changed, changed_at=now)
         return replace(made._started(seen.counts, now), count=seen.count, counts=seen.counts)
@@ -191,7 +191,7 @@ class RoleStep:
         if count > self._most:
             return self._fewer(self._most, f"more than the maximum, {self._most}")
         if memory.known_since is None or not memory.needs:
-            return self._plan("hold" if self._need.up is None else "observe", wanted, reason)
+            return self._plan("hold" if self._need.workers is None else "observe", wanted, reason)
         floor = max(memory.needs[0][1], self._least)
         if floor >= count:
             return self._plan("observe", wanted, reason, gives=self._gives())
