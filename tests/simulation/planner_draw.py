@@ -26,8 +26,6 @@ EVERY = 10
 _LOST_EVERY = 100
 #: At these, of as many, additions are resumed, and workers leave whose writes go on.
 _RESUMED, _LEFT = 39, 99
-#: In one of this many other seeds the budget is full: a role gets a device when another gives one.
-_FULL_EVERY = 50
 
 _STEPS = (
     Step("add", "wanted"),
@@ -95,8 +93,6 @@ def with_planner(scenario: Scenario) -> Scenario:
         return _with_resumed_additions(scenario, planner, random.Random(f"adds/{scenario.seed}"))
     if scenario.seed % _LOST_EVERY == _LEFT:
         return _with_writers_that_leave(scenario, planner, random.Random(f"left/{scenario.seed}"))
-    if scenario.seed % _FULL_EVERY == 2 * EVERY - 1:
-        return _with_full_budget(scenario, planner, waves, random.Random(f"full/{scenario.seed}"))
     return scenario
 
 
@@ -179,41 +175,6 @@ def _with_writers_that_leave(
             bad_starts=(),
             wishes=tuple(sorted(wishes, key=lambda wish: wish.at_s)),
             crashes=(),
-        ),
-    )
-
-
-def _with_full_budget(
-    scenario: Scenario, planner: PlannerScenario, waves: Sequence[float], rng: random.Random
-) -> Scenario:
-    """One role has all workers but one, for as long as the load lasts. waves: when it rises."""
-    many = rng.choice((2, 3))
-    decode, prefill = rng.choice(((many, 1), (many, 1), (1, many)))
-    options = replace(
-        planner.options,
-        budget_devices=many + 1,
-        prefill_max=4,
-        decode_min=1,
-        decode_max=4,
-        down_window_s=rng.uniform(5.0, 20.0),
-        cooldown_s=rng.uniform(0.3, 1.0),
-    )
-    bad_starts = planner.bad_starts
-    if rng.random() < 0.5:
-        from_s = max(min(waves), LOAD_FROM_S + 1.0)
-        to_s = from_s + rng.uniform(4.0, 15.0)
-        bad_starts = (BadStarts(from_s=from_s, to_s=to_s, hang=rng.random() < 0.7),)
-    crashes = (*planner.crashes, *rng.sample(_STEPS, 2))
-    return replace(
-        scenario,
-        decode=decode,
-        prefill=prefill,
-        planner=replace(
-            planner,
-            options=options,
-            devices=options.budget_devices + rng.choice((0, 2)),
-            crashes=tuple(dict.fromkeys(crashes)),
-            bad_starts=bad_starts,
         ),
     )
 

@@ -10,8 +10,7 @@ before; `begun` adds to it what was done of the proposal. How many workers a loa
 - After a change, none in the other direction for the longer of the cooldown and the time of a
   start.
 - All workers together stay within the budget, starting and draining ones included. When it is
-  full, a worker of a role that can do with one less is removed. The role that needs it adds one
-  when that has ended.
+  full, a role that needs more waits until one of the other has left.
 - A change by an operator or another process is accepted: the new number is where the next
   decision starts.
 """
@@ -162,25 +161,11 @@ def _within_budget(
     last: list[Change] = []
     for role, wish in wishes.items():
         if size := granted.get(role, 0):
-            last.append(Change(role=role, kind="add", by=size, reason=plans[role].reason))
+            last.append(Change(role=role, kind="add", by=size, reason=wish.reason))
         elif wish.add:
-            said = ""
-            if (removal := _makes_room(role, seen, wishes)) is not None:
-                first += {removal} - set(first)
-                said = f"a {removal.role.word} worker is removed for it; "
-            reason = f"no device is free within the budget; {said}{plans[role].reason}"
-            plans[role] = replace(plans[role], reason=reason)
+            reason = f"no device is free within the budget; {wish.reason}"
+            plans[role] = replace(wish, reason=reason)
     return (*first, *last), plans
-
-
-def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RolePlan]) -> Change | None:
-    """The removal of a worker of the other role that makes room for this one: it is due, or can be
-    borne. Where a worker drains, its device becomes free without another one's removal: its role
-    wants and gives none."""
-    for other, wish in wishes.items():
-        if other is not role and not wish.add:
-            return wish.fewer or (None if seen.manual else wish.gives)
-    return None
 
 
 def _granted(

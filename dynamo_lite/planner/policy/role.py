@@ -50,8 +50,6 @@ class RolePlan:
     #: Workers to add.
     add: int = 0
     fewer: Change | None = None
-    #: The removal that would make room for the other role; None: it cannot be borne.
-    gives: Change | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,36 +192,19 @@ class RoleStep:
             return self._plan("hold" if self._need.workers is None else "observe", wanted, reason)
         floor = max(memory.needs[0][1], self._least)
         if floor >= count:
-            return self._plan("observe", wanted, reason, gives=self._gives())
+            return self._plan("observe", wanted, reason)
         since, window_s = self._now - memory.known_since, self._limits.down_window_s
         if since < window_s:
             wait = f"{floor} were enough for {since:.0f} of {window_s:.0f} s"
-            return self._plan("pending", wanted, f"{reason}; {wait}", gives=self._gives())
+            return self._plan("pending", wanted, f"{reason}; {wait}")
         if wait := self._until_reversal(up=False):
             return self._plan("pending", wanted, f"{reason}; {wait}")
         return self._fewer(wanted, f"{floor} are enough: {reason}")
 
-    def _gives(self) -> Change | None:
-        """If one worker less was enough for the cooldown, though not for the down window."""
-        memory, since = self.memory, self._now - self._limits.cooldown_s
-        if memory.known_since is None or memory.known_since > since:
-            return None
-        lately = max((number for at, number in memory.needs if at >= since), default=None)
-        if lately is None or max(lately, self._least) >= self._seen.count:
-            return None
-        if self._until_reversal(up=False):
-            return None
-        other = Role.PREFILL if self._role is Role.DECODE else Role.DECODE
-        return self._fewer(None, f"makes room for a {other.word} worker").fewer
-
     def _fewer(self, wanted: int | None, reason: str) -> RolePlan:
-        """One worker less, if one may be removed."""
+        """One worker less, if one may be removed; none starts, and there are more than enough."""
         seen, stays = self._seen, ""
-        if seen.count - 1 < self._least:
-            stays = "the minimum is reached"
-        elif seen.counts.starting:
-            stays = "a start is under way"
-        elif seen.counts.draining:
+        if seen.counts.draining:
             stays = "a worker drains"
         elif seen.counts.ready < 1 or seen.serving < 2:
             stays = "the last one that serves stays"
@@ -273,5 +254,5 @@ class RoleStep:
         return f"the last change was {'down' if up else 'up'}: no reversal for {rest:.0f} s"
 
     def _plan(self, state: PlanState, wanted: int | None, reason: str, **what: Any) -> RolePlan:
-        """what: `add`, `fewer` or `gives`."""
+        """what: `add` or `fewer`."""
         return RolePlan(state=state, count=self._seen.count, wanted=wanted, reason=reason, **what)
