@@ -27,7 +27,7 @@ from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
-_COLUMNS = ("component", "count", "wanted", "state", "reason")
+_COLUMNS = ("component", "count", "wanted", "reason")
 _NONE = "no planner runs; graphs.disagg_planner has one"
 
 app = typer.Typer(
@@ -54,9 +54,7 @@ def _status(
 ) -> None:
     """Show which planner leads, what it wants and why, and what is under way.
 
-    STATE is hold (it may not act, or does not know the load), observe (the number fits),
-    pending (another number has to be wanted for a while) or settling (workers are starting or
-    draining). Exit code 1: no planner runs.
+    Exit code 1: no planner runs.
     """
     seen = graph.on_store(look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))

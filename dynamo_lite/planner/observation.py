@@ -33,10 +33,6 @@ class Observed:
         states = ("ready", "unwell", "unfit")
         return {int(one.lease, 16) for one in self.workers[role] if one.state in states}
 
-    def youngest_s(self, role: Role) -> float | None:
-        """Age of the youngest one; None if none is known."""
-        return min((w.age_s for w in self.workers[role] if w.age_s > 0), default=None)
-
 
 class Observation:
     """now: monotonic."""

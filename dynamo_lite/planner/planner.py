@@ -137,7 +137,6 @@ class Planner:
                 "roles": [
                     {
                         "component": role,
-                        "state": "hold" if self._held else one.state,
                         "count": one.count,
                         "wanted": one.wanted,
                         "reason": one.reason,
@@ -213,9 +212,9 @@ class Planner:
         self._metrics.decided(proposal, hold)
         texts = [as_text(change) for change in proposal.actions]
         kinds = [text.partition(":")[0] for text in texts]
-        states = [(role, one.state, one.count, one.wanted) for role, one in proposal.roles.items()]
-        if (texts and not hold) or (hold, kinds, states) != self._told:
-            self._told = hold, kinds, states
+        numbers = [(role, one.count, one.wanted) for role, one in proposal.roles.items()]
+        if (texts and not hold) or (hold, kinds, numbers) != self._told:
+            self._told = hold, kinds, numbers
             said = f" ({'would do' if hold else 'does'}: {'; '.join(texts)})" if texts else ""
             logger.info("%s%s", f"hold: {hold}" if hold else proposal.reason, said)
 
@@ -241,7 +240,6 @@ class Planner:
             roles[role] = RoleSeen(
                 counts=now,
                 others=others,
-                youngest_s=observed.youngest_s(role),
                 changed=last and (last.up, last.at),
             )
         manual = {role: wanted.manual[role] for role in roles if role in wanted.manual}
@@ -317,7 +315,8 @@ class Planner:
         found: dict[str, int] = {}
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
-            if not one.under_way and one.count in (wanted, min(max(wanted, least), most)):
+            enough = one.count in (wanted, min(max(wanted, least), most))
+            if enough and not one.counts.starting:
                 found[role] = wanted
         return found
 

@@ -4,7 +4,7 @@
 before; `begun` adds to it what was done of the proposal. How many workers a load needs is
 `needs.py`. When a need becomes an order is `role.py`; the budget of all roles is here:
 
-- More workers: needed in two ticks in a row; at most half as many again, or four.
+- More workers: needed in two ticks in a row.
 - Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
   time.
 - After a change, none in the other direction for the longer of the cooldown and the time of a
@@ -18,7 +18,7 @@ before; `begun` adds to it what was done of the proposal. How many workers a loa
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.inputs import Role, Seen
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
 from dynamo_lite.planner.policy.role import Change, RoleMemory, RolePlan, RoleStep
 from dynamo_lite.planner.policy.work import Tick, Work
@@ -30,8 +30,6 @@ _MISSED_TICKS = 3
 _BUSY_S = 1.0
 #: Share of the difference to a lower rate that each tick believes, with and without a backlog.
 _BELIEVES, _FORGETS = 0.1, 0.005
-#: Workers that are younger than this and than half the time of a start teach nothing.
-_YOUNG_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +75,21 @@ def plan(
     memory = replace(
         memory,
         at=now,
-        prefill_rate=_prefill_rate(memory.prefill_rate, seen, limits),
-        work=_worked(memory.work, seen, limits, now),
+        prefill_rate=_prefill_rate(memory.prefill_rate, seen),
+        work=_worked(memory.work, seen, now),
     )
     steps: dict[Role, RoleStep] = {}
-    for role in (role for role in Role if role in seen.roles):
+    for role, one in seen.roles.items():
         known = memory.roles.get(role, RoleMemory())
         need = _need(role, memory, seen, limits)
-        steps[role] = RoleStep(role, known, seen.roles[role], need, limits, now)
+        steps[role] = RoleStep(
+            role=role,
+            memory=known.noted(one, need, limits, now),
+            seen=one,
+            need=need,
+            limits=limits,
+            now=now,
+        )
     wishes = {role: step.plan(seen.manual.get(role)) for role, step in steps.items()}
     memory = replace(memory, roles={role: step.memory for role, step in steps.items()})
     actions, plans = _within_budget(seen, wishes, limits)
@@ -98,12 +103,12 @@ def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
     return replace(memory, roles={**memory.roles, change.role: one})
 
 
-def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> float | None:
+def _prefill_rate(known: float | None, seen: Seen) -> float | None:
     """The rate of a prefill worker that has enough to do. One that has not looks slower: it counts
     as busy while a single job is on its way. So a lower rate is believed only under a backlog."""
     prefill = seen.roles.get(Role.PREFILL)
     measured = seen.prefill.rate
-    if prefill is None or measured is None or not _is_old(prefill, limits):
+    if prefill is None or measured is None:
         return known
     backlog = seen.prefill.backlog or 0.0
     if known is None:
@@ -112,7 +117,7 @@ def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> fl
     return known + (measured - known) * (_BELIEVES if busy else _FORGETS)
 
 
-def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
+def _worked(work: Work, seen: Seen, now: float) -> Work:
     load, decode = seen.decode, seen.roles.get(Role.DECODE)
     admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
@@ -120,7 +125,7 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
     if decode is None:
         return work
     tokens_per_s, token_s, batch = load.tokens_per_s, load.token_s, None
-    if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
+    if tokens_per_s and token_s and decode.serving:
         # By Little's law. The number that runs at the end of the tick is another one, and would
         # make the line flatter than it is.
         batch = tokens_per_s * token_s / decode.serving
@@ -136,12 +141,6 @@ def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
         token_s=token_s,
     )
     return work.add(tick)
-
-
-def _is_old(role: RoleSeen, limits: PlannerOptions) -> bool:
-    """Whether the workers are old enough that their rates mean something: caches of younger ones
-    are cold, and their kernels compile."""
-    return role.youngest_s is None or role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
 
 
 def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Need:
