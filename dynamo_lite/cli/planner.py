@@ -136,7 +136,7 @@ async def look(store: Store, place: Place) -> PlannerState:
     found, records = await _facts(store, place), await read_records(store, place.namespace)
     return PlannerState(
         planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
-        leader=records.leader or 0,
+        leader=records.leader,
         wanted=records.wanted or WantedRecord(),
         malformed=records.malformed,
     )

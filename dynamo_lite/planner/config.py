@@ -30,9 +30,10 @@ class KubernetesOptions:
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
 
     @property
-    def scales(self) -> bool:
-        """Whether any workload is named."""
-        return bool(self.decode or self.prefill)
+    def workloads(self) -> dict[str, str]:
+        """By component; empty: the supervisor of the graph scales."""
+        each = {Role.DECODE: self.decode, Role.PREFILL: self.prefill}
+        return {component: workload for component, workload in each.items() if workload}
 
     @property
     def devices(self) -> dict[str, int]:
@@ -53,6 +54,6 @@ class PlannerConfig(PlannerOptions):
     def __post_init__(self) -> None:
         """Raises ValueError when options contradict each other."""
         # Devices of workers that a graph starts itself are not in this section.
-        devices = self.kubernetes.devices if self.kubernetes.scales else None
+        devices = self.kubernetes.devices if self.kubernetes.workloads else None
         if mistakes := contradictions(self, devices):
             raise ValueError("; ".join(mistakes))

@@ -94,8 +94,6 @@ class Planner:
         self._held = "it has not looked yet"
         #: What was logged last.
         self._told: object = None
-        #: The last `RoleSeen.others`.
-        self._others: dict[Role, int] = {}
         #: Devices of one worker, by component.
         self._devices: dict[str, int] = {}
         #: None until it has started.
@@ -154,7 +152,7 @@ class Planner:
 
     def _open_connector(self) -> Connector:
         options = self._config.kubernetes
-        if not options.scales:
+        if not options.workloads:
             return LocalConnector(Path(self._spec.state_dir))
         api = KubernetesApi(options.url, Path(options.service_account))
         return KubernetesConnector(api, options)
@@ -227,10 +225,6 @@ class Planner:
             if (now := counts.get(role)) is None:
                 continue
             last = wanted.roles.get(role)
-            others = len(observed.serving(role) & foreign)
-            # One that starts is a member before its supervisor knows its lease.
-            others = max(others - now.starting, min(self._others.get(role, 0), others))
-            self._others[role] = others
             # Without NATS no worker is ready for Kubernetes; those that have registered are no
             # starts, which would be withdrawn.
             own = len(observed.serving(role) - foreign)
@@ -239,7 +233,7 @@ class Planner:
             now = msgspec.structs.replace(now, starting=starting, ready=ready)
             roles[role] = RoleSeen(
                 counts=now,
-                others=others,
+                others=len(observed.serving(role) & foreign),
                 changed=last and (last.up, last.at),
             )
         manual = {role: wanted.manual[role] for role in roles if role in wanted.manual}

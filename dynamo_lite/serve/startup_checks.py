@@ -150,7 +150,7 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
 def check_service_account(service: ServiceConfig) -> None:
     """Raises ConfigError when the service is to use Kubernetes, and has no usable account there."""
     options = KubernetesOptions(**service.options.get("kubernetes", {}))
-    if not options.scales or service.workers == 0:
+    if not options.workloads or service.workers == 0:
         return
     try:
         KubernetesApi(options.url, Path(options.service_account))
@@ -171,7 +171,7 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
     if planner is None or not planner.options:
         return
     options = msgspec.convert(planner.options, PlannerConfig)
-    if options.kubernetes.scales:
+    if options.kubernetes.workloads:
         return
     where = (PLANNER.name, "budget-devices")
     workers = [one for name in Role if (one := config.get(name)) is not None]

@@ -233,14 +233,6 @@ def test_a_worker_that_leaves_meanwhile_makes_no_start_fail(starts: RoleSeen, ca
     assert memory.roles[P].failures == 0
 
 
-def test_a_worker_of_a_lost_host_counts_in_the_budget_only():
-    counts = RoleCounts(ready=1, lost=1, devices_free=9)
-    seen = Seen(roles={P: RoleSeen(counts=counts)}, manual={P: 3})
-    for budget, added in ((4, 2), (3, 1)):
-        limits = replace(LIMITS, budget_devices=budget)
-        assert [a.by for a in plan(PlannerMemory(), seen, limits, 0.0)[1].actions] == [added]
-
-
 def test_a_change_by_another_writer_is_the_new_base():
     w = world(prefill=Pool(ready=3))
     w.run(290)
