@@ -94,8 +94,6 @@ class Planner:
         self._held = "it has not looked yet"
         #: What was logged last.
         self._told: object = None
-        #: Devices of one worker, by component.
-        self._devices: dict[str, int] = {}
         #: None until it has started.
         self._options: LiveOptions | None = None
 
@@ -142,9 +140,7 @@ class Planner:
                     for role, one in self._proposal.roles.items()
                 ],
                 "held": [as_text(one) for one in self._proposal.actions] if self._held else [],
-                "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
                 "limits": asdict(self._limits),
-                "devices": self._devices,
                 "dry_run": self._config.dry_run,
             },
             "options": self._options.facts(),
@@ -196,9 +192,7 @@ class Planner:
     async def _count(self) -> Mapping[str, RoleCounts]:
         """Empty if they are not known."""
         try:
-            counts = await self._connector.counts()
-            self._devices = {name: each.devices_each for name, each in counts.items()}
-            return counts
+            return await self._connector.counts()
         except DynamoLiteError as exc:
             self._metrics.failures.labels("counts").inc()
             logger.warning("the numbers of workers are not known: %s", exc)
