@@ -6,7 +6,6 @@ from typing import Annotated
 import msgspec
 
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.options import NaturalOption, PlannerOptions
 
 #: A workload that can be scaled, as `deployments/NAME`; empty: none.
@@ -50,10 +49,3 @@ class PlannerConfig(PlannerOptions):
     #: With a workload in it Kubernetes starts and removes workers, and else the supervisor of the
     #: graph on this host.
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError when options contradict each other."""
-        # Devices of workers that a graph starts itself are not in this section.
-        devices = self.kubernetes.devices if self.kubernetes.workloads else None
-        if mistakes := contradictions(self, devices):
-            raise ValueError("; ".join(mistakes))

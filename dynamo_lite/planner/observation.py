@@ -97,16 +97,12 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
 
 def decode_load(workers: Sequence[LiveProcess], remote: int | None) -> DecodeLoad:
     """Without rates. remote: requests that wait for a remote prefill; None: not known."""
-    known = [
-        (w, w.running, w.waiting)
-        for w in workers
-        if w.running is not None and w.waiting is not None
-    ]
+    known = [w for w in workers if w.running is not None and w.waiting is not None]
     if not known:
         return DecodeLoad()
-    running = sum(running for _, running, _ in known)
-    waiting = sum(waiting for _, _, waiting in known)
-    usages = [w.kv_usage for w, _, _ in known if w.kv_usage is not None]
+    running = sum(w.running or 0 for w in known)
+    waiting = sum(w.waiting or 0 for w in known)
+    usages = [w.kv_usage for w in known if w.kv_usage is not None]
     used = sum(usages)
     # Those that wait for a remote prefill hold their blocks already.
     without_blocks = max(waiting - (remote or 0), 0)

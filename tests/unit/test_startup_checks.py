@@ -119,7 +119,10 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert over_budget(MANY, only="PrefillWorker") == over_budget(MANY, only="Planner") == []
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
-    assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
+    scaled = "--Planner.kubernetes.decode=deployments/decode"
+    assert over_budget(MANY, scaled) == []
+    [mistake] = over_budget(scaled, "--Planner.kubernetes.decode-devices=8")
+    assert "need 9 devices together" in mistake
 
 
 @pytest.mark.parametrize(

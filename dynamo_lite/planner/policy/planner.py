@@ -151,38 +151,35 @@ def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions)
 
 
 def _within_budget(
-    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
+    seen: Seen, plans: Mapping[Role, RolePlan], limits: PlannerOptions
 ) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
     """The changes that the budget allows: fewer workers, then more."""
-    first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
-    granted = _granted(seen, wishes, limits)
-    plans = dict(wishes)
-    last: list[Change] = []
-    for role, wish in wishes.items():
-        if size := granted.get(role, 0):
-            last.append(Change(role=role, kind="add", by=size, reason=wish.reason))
-        elif wish.add:
-            reason = f"no device is free within the budget; {wish.reason}"
-            plans[role] = replace(wish, reason=reason)
-    return (*first, *last), plans
+    changes = [plan.change for plan in plans.values() if plan.change is not None]
+    fewer = [change for change in changes if change.by < 0]
+    more = {change.role: change for change in changes if change.by > 0}
+    granted = _granted(seen, more, limits)
+    without = {
+        role: replace(plans[role], reason=f"no device is free within the budget; {change.reason}")
+        for role, change in more.items()
+        if not granted[role]
+    }
+    added = [replace(more[role], by=number) for role, number in granted.items() if number]
+    return (*fewer, *added), {**plans, **without}
 
 
-def _granted(
-    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
-) -> dict[Role, int]:
+def _granted(seen: Seen, more: Mapping[Role, Change], limits: PlannerOptions) -> dict[Role, int]:
     """Workers to add, one for each role in turn, prefill workers first: their lack fills the KV of
     decode workers, too."""
     room = limits.budget_devices - sum(role.devices for role in seen.roles.values())
-    granted: dict[Role, int] = {}
-    taken = 0
-    open_roles = [role for role, wish in wishes.items() if wish.add]
+    granted, taken = dict.fromkeys(more, 0), 0
+    open_roles = list(more)
     while open_roles:
         for role in list(open_roles):
             counts, each = seen.roles[role].counts, seen.roles[role].devices_each
             short = counts.devices_each and taken + each > counts.devices_free
-            if taken + each > room or short or granted.get(role, 0) >= wishes[role].add:
+            if taken + each > room or short or granted[role] >= more[role].by:
                 open_roles.remove(role)
                 continue
-            granted[role] = granted.get(role, 0) + 1
+            granted[role] += 1
             taken += each
     return granted

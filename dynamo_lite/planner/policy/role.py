@@ -39,9 +39,8 @@ class RolePlan:
     wanted: int | None
     #: Why that many are wanted, and why nothing is done if nothing is.
     reason: str
-    #: Workers to add.
-    add: int = 0
-    fewer: Change | None = None
+    #: What it would do now; None: nothing.
+    change: Change | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ class RoleStep:
             reason = f"not ready after {waited_s:.0f} s"
             by = -self.seen.counts.starting
             late = Change(role=self.role, kind="withdraw", by=by, reason=reason)
-        return self._plan(wanted, f"a start is under way for {waited_s:.0f} s", fewer=late)
+        return self._plan(wanted, f"a start is under way for {waited_s:.0f} s", late)
 
     def _up(self, goal: int, manual: int | None) -> RolePlan:
         count, (least, _) = self.seen.count, bounds(self.limits, self.role)
@@ -173,7 +172,8 @@ class RoleStep:
             wait = self._until_reversal(up=True)
         if wait := self._until_retry() or wait:
             return self._plan(goal, f"{reason}; {wait}")
-        return self._plan(goal, reason, add=add)
+        change = Change(role=self.role, kind="add", by=add, reason=reason)
+        return self._plan(goal, reason, change)
 
     def _down(self, wanted: int | None) -> RolePlan:
         """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
@@ -201,7 +201,7 @@ class RoleStep:
         if self.seen.counts.ready < 1 or self.seen.serving < 2:
             return self._plan(wanted, f"{reason}; the last one that serves stays")
         change = Change(role=self.role, kind="remove", by=-1, reason=reason)
-        return self._plan(wanted, reason, fewer=change)
+        return self._plan(wanted, reason, change)
 
     def _until_retry(self) -> str:
         """Why no worker may be started now; empty if one may."""
@@ -220,8 +220,5 @@ class RoleStep:
             return ""
         return f"the last change was {'down' if up else 'up'}: no reversal for {rest:.0f} s"
 
-    def _plan(
-        self, wanted: int | None, reason: str, *, add: int = 0, fewer: Change | None = None
-    ) -> RolePlan:
-        count = self.seen.count
-        return RolePlan(count=count, wanted=wanted, reason=reason, add=add, fewer=fewer)
+    def _plan(self, wanted: int | None, reason: str, change: Change | None = None) -> RolePlan:
+        return RolePlan(count=self.seen.count, wanted=wanted, reason=reason, change=change)
