@@ -207,8 +207,8 @@ class Planner:
         numbers = [(role, one.count, one.wanted) for role, one in proposal.roles.items()]
         if (texts and not hold) or (hold, kinds, numbers) != self._told:
             self._told = hold, kinds, numbers
-            said = f" ({'would do' if hold else 'does'}: {'; '.join(texts)})" if texts else ""
-            logger.info("%s%s", f"hold: {hold}" if hold else proposal.reason, said)
+            why = [f"{role.word}: {one.reason}" for role, one in proposal.roles.items()]
+            logger.info("%s%s", f"held ({hold}): " if hold else "", "; ".join(texts or why))
 
     def _seen(self, observed: Observed, counts: Mapping[str, RoleCounts]) -> Seen:
         wanted = self._records.wanted or WantedRecord()

@@ -39,13 +39,6 @@ class Proposal:
     actions: tuple[Change, ...] = ()
     roles: Mapping[Role, RolePlan] = field(default_factory=dict[Role, RolePlan])
 
-    @property
-    def reason(self) -> str:
-        """In one line."""
-        if self.actions:
-            return "; ".join(action.reason for action in self.actions)
-        return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerMemory:
@@ -59,19 +52,17 @@ class PlannerMemory:
     #: What requests need.
     work: Work = field(default_factory=Work)
 
-    def without_windows(self) -> "PlannerMemory":
-        roles = {role: each.without_window() for role, each in self.roles.items()}
-        return replace(self, roles=roles)
-
 
 def plan(
     memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float
 ) -> tuple[PlannerMemory, Proposal]:
     """One tick. now: monotonic seconds."""
+    known = memory.roles
+    missed = memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s
+    if missed or not seen.roles:
+        known = {role: each.without_window() for role, each in known.items()}
     if not seen.roles:
-        return replace(memory.without_windows(), at=now), Proposal()
-    if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
-        memory = memory.without_windows()
+        return replace(memory, at=now, roles=known), Proposal()
     memory = replace(
         memory,
         at=now,
@@ -80,16 +71,9 @@ def plan(
     )
     steps: dict[Role, RoleStep] = {}
     for role, one in seen.roles.items():
-        known = memory.roles.get(role, RoleMemory())
         need = _need(role, memory, seen, limits)
-        steps[role] = RoleStep(
-            role=role,
-            memory=known.noted(one, need, limits, now),
-            seen=one,
-            need=need,
-            limits=limits,
-            now=now,
-        )
+        mine = known.get(role, RoleMemory()).noted(one, need, limits, now)
+        steps[role] = RoleStep(role=role, memory=mine, need=need, limits=limits, now=now)
     wishes = {role: step.plan(seen.manual.get(role)) for role, step in steps.items()}
     memory = replace(memory, roles={role: step.memory for role, step in steps.items()})
     actions, plans = _within_budget(seen, wishes, limits)
@@ -122,10 +106,8 @@ def _worked(work: Work, seen: Seen, now: float) -> Work:
     admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
         return work.unknown()
-    if decode is None:
-        return work
     tokens_per_s, token_s, batch = load.tokens_per_s, load.token_s, None
-    if tokens_per_s and token_s and decode.serving:
+    if tokens_per_s and token_s and decode is not None and decode.serving:
         # By Little's law. The number that runs at the end of the tick is another one, and would
         # make the line flatter than it is.
         batch = tokens_per_s * token_s / decode.serving

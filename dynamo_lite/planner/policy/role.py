@@ -124,7 +124,6 @@ class RoleStep:
     role: Role
     #: With this tick.
     memory: RoleMemory
-    seen: RoleSeen
     need: Need
     limits: PlannerOptions
     now: float
@@ -132,14 +131,14 @@ class RoleStep:
     def plan(self, manual: int | None) -> RolePlan:
         """manual: the number that an operator has set, regardless of the load. If it is reached,
         nothing changes, whatever the limits say."""
-        count, (least, most) = self.seen.count, bounds(self.limits, self.role)
+        count, (least, most) = self.memory.seen.count, bounds(self.limits, self.role)
         wanted = self.need.wanted(count) if manual is None else manual
         if wanted is not None and manual != count:
             wanted = min(max(wanted, least), most)
         goal = least if wanted is None else wanted
         ticks = self.memory.up_ticks + 1 if goal > count and manual is None else 0
         self.memory = replace(self.memory, up_ticks=ticks)
-        if self.seen.counts.starting:
+        if self.memory.seen.counts.starting:
             return self._starting(wanted)
         if goal > count:
             return self._up(goal, manual)
@@ -154,12 +153,12 @@ class RoleStep:
         waited_s = 0.0 if since is None else self.now - since
         if waited_s > self.limits.start_timeout_s:
             reason = f"not ready after {waited_s:.0f} s"
-            by = -self.seen.counts.starting
+            by = -self.memory.seen.counts.starting
             late = Change(role=self.role, kind="withdraw", by=by, reason=reason)
         return self._plan(wanted, f"a start is under way for {waited_s:.0f} s", late)
 
     def _up(self, goal: int, manual: int | None) -> RolePlan:
-        count, (least, _) = self.seen.count, bounds(self.limits, self.role)
+        count, (least, _) = self.memory.seen.count, bounds(self.limits, self.role)
         add, wait = goal - count, ""
         reason = f"{add} more: {self.need.reason}"
         if manual is not None:
@@ -177,29 +176,27 @@ class RoleStep:
 
     def _down(self, wanted: int | None) -> RolePlan:
         """The window's maximum counts, so one busy moment keeps a worker for a whole window."""
-        count, memory, reason = self.seen.count, self.memory, self.need.reason
+        count, memory, reason = self.memory.seen.count, self.memory, self.need.reason
         least, most = bounds(self.limits, self.role)
         if count > most:
             return self._fewer(most, f"more than the maximum, {most}")
-        if memory.known_since is None or not memory.needs:
-            return self._plan(wanted, reason)
-        floor = max(memory.needs[0][1], least)
-        if floor >= count:
+        floor = max(memory.needs[0][1], least) if memory.needs else count
+        if memory.known_since is None or floor >= count:
             return self._plan(wanted, reason)
         since, window_s = self.now - memory.known_since, self.limits.down_window_s
+        wait = self._until_reversal(up=False)
         if since < window_s:
             wait = f"{floor} were enough for {since:.0f} of {window_s:.0f} s"
-            return self._plan(wanted, f"{reason}; {wait}")
-        if wait := self._until_reversal(up=False):
+        if wait:
             return self._plan(wanted, f"{reason}; {wait}")
         return self._fewer(wanted, f"{floor} are enough: {reason}")
 
     def _fewer(self, wanted: int | None, reason: str) -> RolePlan:
         """One worker less, if one may be removed."""
-        if self.seen.counts.draining:
+        if self.memory.seen.counts.draining:
             return self._plan(wanted, f"{reason}; a worker drains")
-        if self.seen.counts.ready < 1 or self.seen.serving < 2:
-            return self._plan(wanted, f"{reason}; the last one that serves stays")
+        if not self.memory.seen.counts.ready:
+            return self._plan(wanted, f"{reason}; all are of other supervisors")
         change = Change(role=self.role, kind="remove", by=-1, reason=reason)
         return self._plan(wanted, reason, change)
 
@@ -212,7 +209,7 @@ class RoleStep:
 
     def _until_reversal(self, *, up: bool) -> str:
         """Why a change in this direction has to wait for the last one; empty if it has not."""
-        changed, limits = self.seen.changed, self.limits
+        changed, limits = self.memory.seen.changed, self.limits
         if changed is None or changed[0] is up:
             return ""
         rest = self.memory.changed_at + max(limits.cooldown_s, limits.start_s) - self.now
@@ -221,4 +218,4 @@ class RoleStep:
         return f"the last change was {'down' if up else 'up'}: no reversal for {rest:.0f} s"
 
     def _plan(self, wanted: int | None, reason: str, change: Change | None = None) -> RolePlan:
-        return RolePlan(count=self.seen.count, wanted=wanted, reason=reason, change=change)
+        return RolePlan(count=self.memory.seen.count, wanted=wanted, reason=reason, change=change)
