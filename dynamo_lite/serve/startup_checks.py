@@ -172,10 +172,9 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
         return
     options = msgspec.convert(planner.options, PlannerConfig)
     where = (PLANNER.name, "budget-devices")
-    workers = [one for name in Role if (one := config.get(name)) is not None]
-    devices = {c.service.name: c.devices for c in workers}
-    if options.kubernetes.workloads:
-        workers, devices = [], options.kubernetes.devices
+    kubernetes = options.kubernetes
+    workers = [one for name in Role if (one := config.get(name)) and not kubernetes.workloads]
+    devices = {c.service.name: c.devices for c in workers} or kubernetes.devices
     for mistake in contradictions(options, devices):
         document.complain(where, mistake)
     started = [c for c in workers if c.workers and c in config.here]
