@@ -24,8 +24,9 @@ from tests.simulation.scenario import (
 EVERY = 10
 #: In one of this many seeds a worker is lost for long.
 _LOST_EVERY = 100
-#: At these, of as many, additions are resumed, and workers leave whose writes go on.
-_RESUMED, _LEFT = 39, 99
+#: At these, of as many, starts are withdrawn, additions are resumed, and workers leave whose writes
+#: go on.
+_WITHDRAWN, _RESUMED, _LEFT = 19, 39, 99
 
 _STEPS = (
     Step("add", "wanted"),
@@ -89,6 +90,8 @@ def with_planner(scenario: Scenario) -> Scenario:
     scenario = replace(scenario, asks=tuple(sorted(asks, key=lambda ask: ask.at_s)))
     if scenario.seed % _LOST_EVERY == _LOST_EVERY - EVERY - 1:
         return _with_lost_worker(scenario, planner, random.Random(f"lost/{scenario.seed}"))
+    if scenario.seed % _LOST_EVERY == _WITHDRAWN:
+        return _with_withdrawn_starts(scenario, planner, random.Random(f"late/{scenario.seed}"))
     if scenario.seed % _LOST_EVERY == _RESUMED:
         return _with_resumed_additions(scenario, planner, random.Random(f"adds/{scenario.seed}"))
     if scenario.seed % _LOST_EVERY == _LEFT:
@@ -114,6 +117,31 @@ def _with_lost_worker(scenario: Scenario, planner: PlannerScenario, rng: random.
         faults=(crash,),
         quiet_at_s=max(scenario.quiet_at_s, lost.to_s),
         planner=replace(planner, options=options, bad_starts=(lost,), wishes=(wish,), crashes=()),
+    )
+
+
+def _with_withdrawn_starts(
+    scenario: Scenario, planner: PlannerScenario, rng: random.Random
+) -> Scenario:
+    """The starts that an operator wants hang, and the planner is killed when they are withdrawn."""
+    options = replace(
+        planner.options, budget_devices=8, prefill_max=4, decode_min=1, decode_max=4, start_s=2.0
+    )
+    at_s = LOAD_FROM_S + rng.uniform(0.5, 3.0)
+    wish = Wish(at_s=at_s, component=rng.choice(tuple(Role)), count=4)
+    return replace(
+        scenario,
+        decode=1,
+        prefill=1,
+        faults=(),
+        planner=replace(
+            planner,
+            options=options,
+            devices=10,
+            bad_starts=(BadStarts(from_s=at_s, to_s=at_s + 8.0, hang=True),),
+            wishes=(wish,),
+            crashes=(Step("withdraw", "ordered"), Step("withdraw", "wanted")),
+        ),
     )
 
 
