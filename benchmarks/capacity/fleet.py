@@ -42,8 +42,6 @@ class _Place(Generic[W]):
 
     ordered_at: float
     worker: W | None = None
-    #: None: it was there from the beginning.
-    ready_at: float | None = None
     draining_at: float | None = None
     cancelled: bool = False
 
@@ -80,12 +78,6 @@ class RoleFleet(Generic[W]):
         """Seconds since the orders to drain."""
         now = self._events.now
         return [now - one.draining_at for one in self._places if one.draining_at is not None]
-
-    @property
-    def youngest_s(self) -> float | None:
-        """Seconds since the youngest one became ready; None: all were there from the beginning."""
-        readied = [one.ready_at for one, _ in self._serving() if one.ready_at is not None]
-        return self._events.now - max(readied) if readied else None
 
     @property
     def count(self) -> int:
@@ -137,7 +129,6 @@ class RoleFleet(Generic[W]):
     def _started(self, place: _Place[W]) -> None:
         if not place.cancelled:
             place.worker = self._make()
-            place.ready_at = self._events.now
 
     def _forget(self, place: _Place[W]) -> None:
         self._spent_s += self._events.now - place.ordered_at

@@ -123,7 +123,6 @@ class PlannerScaler:
                 devices_each=1,
                 devices_free=free,
             ),
-            youngest_s=fleet.youngest_s,
             changed=self._changed.get(role),
         )
 

@@ -15,14 +15,7 @@ import typer
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
 from dynamo_lite.cli.listing import OnGraph, Place, members, on_graph, open_store, table
 from dynamo_lite.planner.drains import in_flight, look, seconds
-from dynamo_lite.planner.policy.drain import (
-    Leaving,
-    Safety,
-    WorkerSeen,
-    safe,
-    victim,
-    written_s,
-)
+from dynamo_lite.planner.policy.drain import Leaving, WorkerSeen, danger, victim, written_s
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
@@ -181,9 +174,9 @@ class _Watch:
     def __init__(self, place: Place, record: EndpointRecord, say: Say):
         self._place, self._record, self._say = place, record, say
         role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
-        self._leaving = Leaving(role=role, lease_id=record.lease_id, listed=True)
+        self._leaving = Leaving(role=role, lease_id=record.lease_id)
         self._began = time.monotonic()
-        self._told, self._safe = "", False
+        self._told, self._safe, self._ended = "", False, False
         #: Whether it had work after its grace.
         self.forced = False
 
@@ -191,14 +184,15 @@ class _Watch:
         """Raises StartupError after `timeout_s`."""
         while True:
             self._tell(await self._look())
-            if self._leaving.ended:
+            if self._ended:
                 return
             if time.monotonic() - self._began > timeout_s:
                 raise StartupError(f"timeout: still there after {timeout_s:g} s: {self._told}")
             await asyncio.sleep(_POLL_S)
 
-    async def _look(self) -> Safety:
-        """Asks it and all decode workers. Takes 2 s at most."""
+    async def _look(self) -> str:
+        """Asks it and all decode workers what its end could harm; empty if nothing. Takes 2 s at
+        most."""
         listed = await members(self._place)
         asked_at, before = time.monotonic(), self._leaving
         seen = await look([*listed, self._record], self._place.certificates())
@@ -207,11 +201,10 @@ class _Watch:
         is_listed = any(member.lease_id == before.lease_id for member in listed)
         idle_at = now if before.idle_at is None else before.idle_at
         unlisted_at = now if before.unlisted_at is None else before.unlisted_at
+        self._ended = not is_listed and not facts and not await _lives(self._record)
         self._leaving = replace(
             before,
-            listed=is_listed,
             unlisted_at=None if is_listed else unlisted_at,
-            ended=not is_listed and not facts and not await _lives(self._record),
             in_flight=running,
             idle_at=idle_at if running == 0 else None,
         )
@@ -219,23 +212,23 @@ class _Watch:
         late = bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
         self.forced |= late or bool(facts.get("cut_off"))
         landed_s = written_s(grace_s, seconds(facts, "lease_ttl_s", _TTL_S))
-        return safe(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
+        return danger(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
 
-    def _tell(self, verdict: Safety) -> None:
-        leaving = self._leaving
+    def _tell(self, harm: str) -> None:
+        leaving, listed = self._leaving, self._leaving.unlisted_at is None
         lines: list[str] = []
-        if not leaving.listed and self._told == "":
+        if not listed and self._told == "":
             lines.append("UNLISTED  it gets nothing new")
-        if leaving.ended:
+        if self._ended:
             lines.append("GONE      its process has ended")
-        elif verdict.safe and not (self.forced and self._told.startswith("DRAINING")):
-            lines.append(f"SAFE      it may be killed: {verdict.reason}")
+        elif not harm and not (self.forced and self._told.startswith("DRAINING")):
+            lines.append("SAFE      it may be killed: no write into or from its memory is awaited")
             self._safe = True
         elif self.forced:
-            lines.append(f"FORCED    its grace is over: {verdict.reason}")
-        elif not leaving.listed and (leaving.in_flight or not self._safe):
+            lines.append(f"FORCED    its grace is over: {harm}")
+        elif not listed and (leaving.in_flight or not self._safe):
             # Only work takes SAFE back: neither its own silence nor that of a decode worker.
-            lines.append(f"DRAINING  {verdict.reason}")
+            lines.append(f"DRAINING  {harm}")
             self._safe = False
         for line in lines:
             if line != self._told:

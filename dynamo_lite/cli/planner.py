@@ -27,7 +27,7 @@ from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import WantedRecord, WantedWorkers
 from dynamo_lite.runtime.store import Store
 
-_COLUMNS = ("component", "count", "wanted", "state", "reason")
+_COLUMNS = ("component", "count", "wanted", "reason")
 _NONE = "no planner runs; graphs.disagg_planner has one"
 
 app = typer.Typer(
@@ -54,9 +54,7 @@ def _status(
 ) -> None:
     """Show which planner leads, what it wants and why, and what is under way.
 
-    STATE is hold (it may not act, or does not know the load), observe (the number fits),
-    pending (another number has to be wanted for a while) or settling (workers are starting or
-    draining). Exit code 1: no planner runs.
+    Exit code 1: no planner runs.
     """
     seen = graph.on_store(look)
     print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
@@ -138,7 +136,7 @@ async def look(store: Store, place: Place) -> PlannerState:
     found, records = await _facts(store, place), await read_records(store, place.namespace)
     return PlannerState(
         planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
-        leader=records.leader or 0,
+        leader=records.leader,
         wanted=records.wanted or WantedRecord(),
         malformed=records.malformed,
     )
@@ -161,7 +159,7 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
     facts = state.led_by
     if not facts:
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
-    if mistakes := _refusals(facts, wanted, state.wanted.manual):
+    if mistakes := _refusals(facts, wanted):
         raise ConfigError(mistakes)
     return await edit(
         store,
@@ -173,18 +171,16 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
 async def check_options(store: Store, place: Place, change: Edit) -> None:
     """Raises ConfigError when the planner's options would contradict each other.
 
-    The values of the file and the devices of one worker are those that a live planner reports, or
-    the defaults and one. Raises StartupError for an invalid record.
+    The values of the file are those that a live planner reports, or the defaults. Each worker
+    counts as one device. Raises StartupError for an invalid record.
     """
-    devices: dict[str, int] = {}
     file: dict[str, Any] = {}
     for facts in (await _facts(store, place)).values():
         file |= facts.get("options", {}).get("file", {})
-        devices |= facts.get("planner", {}).get("devices", {})
     replaced = replaces("Planner", change)
     now = {} if replaced else await read(store, place.namespace, "Planner")
     planned = applied({**file, **edited(now, change)}, PlannerOptions())
-    if mistakes := contradictions(planned, devices):
+    if mistakes := contradictions(planned):
         raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 
 
@@ -197,19 +193,14 @@ def _whoami() -> str:
     return f"{user}@{socket.gethostname()}"[:256]
 
 
-def _refusals(
-    facts: Mapping[str, Any], wanted: Mapping[str, int], manual: Mapping[str, int]
-) -> list[str]:
-    """manual: numbers that were set before, and are not reached yet."""
+def _refusals(facts: Mapping[str, Any], wanted: Mapping[str, int]) -> list[str]:
     names = [one["component"] for one in facts["roles"]]
-    counts = {**{one["component"]: one["count"] for one in facts["roles"]}, **manual}
     mistakes = [
         f"{component}: the planner has no such role; accepted: {', '.join(names) or 'none'}"
         for component in wanted
         if component not in names
     ]
-    limits = msgspec.convert(facts["limits"], PlannerOptions)
-    return mistakes or refusals(wanted, counts, facts["devices"], limits)
+    return mistakes or refusals(wanted, msgspec.convert(facts["limits"], PlannerOptions))
 
 
 async def _facts(store: Store, place: Place) -> Mapping[int, Mapping[str, Any]]:

@@ -6,7 +6,6 @@ from typing import Annotated
 import msgspec
 
 from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.options import NaturalOption, PlannerOptions
 
 #: A workload that can be scaled, as `deployments/NAME`; empty: none.
@@ -30,9 +29,10 @@ class KubernetesOptions:
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
 
     @property
-    def scales(self) -> bool:
-        """Whether any workload is named."""
-        return bool(self.decode or self.prefill)
+    def workloads(self) -> dict[str, str]:
+        """By component; empty: the supervisor of the graph scales."""
+        each = {Role.DECODE: self.decode, Role.PREFILL: self.prefill}
+        return {component: workload for component, workload in each.items() if workload}
 
     @property
     def devices(self) -> dict[str, int]:
@@ -49,10 +49,3 @@ class PlannerConfig(PlannerOptions):
     #: With a workload in it Kubernetes starts and removes workers, and else the supervisor of the
     #: graph on this host.
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError when options contradict each other."""
-        # Devices of workers that a graph starts itself are not in this section.
-        devices = self.kubernetes.devices if self.kubernetes.scales else None
-        if mistakes := contradictions(self, devices):
-            raise ValueError("; ".join(mistakes))

@@ -9,12 +9,10 @@ https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deleti
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
 
 from dynamo_lite.planner.config import KubernetesOptions
-from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
@@ -22,9 +20,7 @@ from dynamo_lite.runtime.kubernetes import KubernetesApi
 
 #: Pods with a lower cost are ended first.
 _DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-_LOWEST_COST = "-2147483647"
-#: A pod that is still listed this long after its grace period is on a lost host.
-_LOST_AFTER = timedelta(minutes=1)
+_LOWEST_COST = -(1 << 31)
 _SUBJECT = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
@@ -33,18 +29,13 @@ class KubernetesConnector:
 
     def __init__(self, api: KubernetesApi, options: KubernetesOptions):
         self._api = api
-        found: dict[str, tuple[str, int]] = {
-            Role.DECODE: (options.decode, options.decode_devices),
-            Role.PREFILL: (options.prefill, options.prefill_devices),
-        }
-        #: Component to its workload and the devices of one worker.
-        self._workloads = {name: each for name, each in found.items() if each[0]}
+        self._workloads, self._devices = options.workloads, options.devices
         #: The resource version of each that `counts` saw last.
         self._versions: dict[str, str] = {}
         #: Its pods.
         self._pods_of: dict[str, set[str]] = {}
-        #: The pods that were marked then, which are what an order that failed has left.
-        self._marked: dict[str, list[str]] = {}
+        #: The lowest cost of its pods: an order that failed leaves the mark of another victim.
+        self._lowest: dict[str, int] = {}
 
     async def counts(self) -> Mapping[str, RoleCounts]:
         return {name: await self._counts(name) for name in self._workloads}
@@ -54,10 +45,7 @@ class KubernetesConnector:
     ) -> None:
         """Sets the replicas, if nothing has changed since the last `counts`."""
         if victim is not None:
-            await self._prefer(victim.host)
-            for pod in self._marked[component]:
-                if pod != victim.host:
-                    await self._prefer(pod, None)
+            await self._mark(victim.host, max(self._lowest[component] - 1, _LOWEST_COST))
         change: Mapping[str, Any] = {
             "metadata": {"resourceVersion": self._versions[component]},
             "spec": {"replicas": count},
@@ -68,11 +56,11 @@ class KubernetesConnector:
         """Whether it is a pod that the last `counts` saw."""
         return worker.host in self._pods_of.get(worker.component, ())
 
-    async def _prefer(self, host: str, cost: str | None = _LOWEST_COST) -> None:
-        """Marks a pod as the one that Kubernetes ends first, or takes the mark away."""
+    async def _mark(self, host: str, cost: int) -> None:
+        """Marks a pod as the one that Kubernetes ends first."""
         if not re.fullmatch(_SUBJECT, host):
             raise ProtocolError(f"{host!r} is not the name of a pod")
-        change = {"metadata": {"annotations": {_DELETION_COST: cost}}}
+        change = {"metadata": {"annotations": {_DELETION_COST: str(cost)}}}
         await self._api.patch(f"{self._pods}/{host}", change)
 
     async def _counts(self, component: str) -> RoleCounts:
@@ -87,23 +75,15 @@ class KubernetesConnector:
             listed = await self._api.get(f"{self._pods}?labelSelector={quote(labels)}")
             pods = [pod["metadata"] for pod in listed["items"]]
             # A Deployment does not count its pods that end; they have their devices until then.
-            # The time is that of the end of the grace period.
-            ends = [end for one in pods if (end := one.get("deletionTimestamp")) is not None]
-            before = datetime.now(UTC) - _LOST_AFTER
-            lost = sum(datetime.fromisoformat(end) < before for end in ends)
+            ending = sum("deletionTimestamp" in one for one in pods)
             self._pods_of[component] = {str(one["name"]) for one in pods}
-            self._marked[component] = [
-                str(one["name"])
-                for one in pods
-                if one.get("deletionTimestamp") is None
-                and one.get("annotations", {}).get(_DELETION_COST) == _LOWEST_COST
-            ]
+            costs = [int(one.get("annotations", {}).get(_DELETION_COST, 0)) for one in pods]
+            self._lowest[component] = min(costs, default=0)
             return RoleCounts(
                 starting=wanted - ready,
                 ready=ready,
-                draining=max(int(status.get("replicas", 0)) - wanted, 0) + len(ends) - lost,
-                lost=lost,
-                devices_each=self._workloads[component][1],
+                draining=max(int(status.get("replicas", 0)) - wanted, 0) + ending,
+                devices_each=self._devices[component],
                 # The scheduler of Kubernetes knows; a pod without a device stays pending.
                 devices_free=100_000,
             )
@@ -115,5 +95,4 @@ class KubernetesConnector:
         return f"/api/v1/namespaces/{self._api.namespace}/pods"
 
     def _path(self, component: str) -> str:
-        workload = self._workloads[component][0]
-        return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload}"
+        return f"/apis/apps/v1/namespaces/{self._api.namespace}/{self._workloads[component]}"

@@ -33,10 +33,6 @@ class Observed:
         states = ("ready", "unwell", "unfit")
         return {int(one.lease, 16) for one in self.workers[role] if one.state in states}
 
-    def youngest_s(self, role: Role) -> float | None:
-        """Age of the youngest one; None if none is known."""
-        return min((w.age_s for w in self.workers[role] if w.age_s > 0), default=None)
-
 
 class Observation:
     """now: monotonic."""
@@ -101,16 +97,12 @@ def _decode(decode: Sequence[tuple[LiveProcess, Samples | None]], seen: Overview
 
 def decode_load(workers: Sequence[LiveProcess], remote: int | None) -> DecodeLoad:
     """Without rates. remote: requests that wait for a remote prefill; None: not known."""
-    known = [
-        (w, w.running, w.waiting)
-        for w in workers
-        if w.running is not None and w.waiting is not None
-    ]
+    known = [w for w in workers if w.running is not None and w.waiting is not None]
     if not known:
         return DecodeLoad()
-    running = sum(running for _, running, _ in known)
-    waiting = sum(waiting for _, _, waiting in known)
-    usages = [w.kv_usage for w, _, _ in known if w.kv_usage is not None]
+    running = sum(w.running or 0 for w in known)
+    waiting = sum(w.waiting or 0 for w in known)
+    usages = [w.kv_usage for w in known if w.kv_usage is not None]
     used = sum(usages)
     # Those that wait for a remote prefill hold their blocks already.
     without_blocks = max(waiting - (remote or 0), 0)

@@ -94,10 +94,6 @@ class Planner:
         self._held = "it has not looked yet"
         #: What was logged last.
         self._told: object = None
-        #: The last `RoleSeen.others`.
-        self._others: dict[Role, int] = {}
-        #: Devices of one worker, by component.
-        self._devices: dict[str, int] = {}
         #: None until it has started.
         self._options: LiveOptions | None = None
 
@@ -137,7 +133,6 @@ class Planner:
                 "roles": [
                     {
                         "component": role,
-                        "state": "hold" if self._held else one.state,
                         "count": one.count,
                         "wanted": one.wanted,
                         "reason": one.reason,
@@ -145,9 +140,7 @@ class Planner:
                     for role, one in self._proposal.roles.items()
                 ],
                 "held": [as_text(one) for one in self._proposal.actions] if self._held else [],
-                "manual": dict(self._records.wanted.manual) if self._records.wanted else {},
                 "limits": asdict(self._limits),
-                "devices": self._devices,
                 "dry_run": self._config.dry_run,
             },
             "options": self._options.facts(),
@@ -155,7 +148,7 @@ class Planner:
 
     def _open_connector(self) -> Connector:
         options = self._config.kubernetes
-        if not options.scales:
+        if not options.workloads:
             return LocalConnector(Path(self._spec.state_dir))
         api = KubernetesApi(options.url, Path(options.service_account))
         return KubernetesConnector(api, options)
@@ -199,9 +192,7 @@ class Planner:
     async def _count(self) -> Mapping[str, RoleCounts]:
         """Empty if they are not known."""
         try:
-            counts = await self._connector.counts()
-            self._devices = {name: each.devices_each for name, each in counts.items()}
-            return counts
+            return await self._connector.counts()
         except DynamoLiteError as exc:
             self._metrics.failures.labels("counts").inc()
             logger.warning("the numbers of workers are not known: %s", exc)
@@ -213,11 +204,11 @@ class Planner:
         self._metrics.decided(proposal, hold)
         texts = [as_text(change) for change in proposal.actions]
         kinds = [text.partition(":")[0] for text in texts]
-        states = [(role, one.state, one.count, one.wanted) for role, one in proposal.roles.items()]
-        if (texts and not hold) or (hold, kinds, states) != self._told:
-            self._told = hold, kinds, states
-            said = f" ({'would do' if hold else 'does'}: {'; '.join(texts)})" if texts else ""
-            logger.info("%s%s", f"hold: {hold}" if hold else proposal.reason, said)
+        numbers = [(role, one.count, one.wanted) for role, one in proposal.roles.items()]
+        if (texts and not hold) or (hold, kinds, numbers) != self._told:
+            self._told = hold, kinds, numbers
+            why = [f"{role.word}: {one.reason}" for role, one in proposal.roles.items()]
+            logger.info("%s%s", f"held ({hold}): " if hold else "", "; ".join(texts or why))
 
     def _seen(self, observed: Observed, counts: Mapping[str, RoleCounts]) -> Seen:
         wanted = self._records.wanted or WantedRecord()
@@ -228,10 +219,6 @@ class Planner:
             if (now := counts.get(role)) is None:
                 continue
             last = wanted.roles.get(role)
-            others = len(observed.serving(role) & foreign)
-            # One that starts is a member before its supervisor knows its lease.
-            others = max(others - now.starting, min(self._others.get(role, 0), others))
-            self._others[role] = others
             # Without NATS no worker is ready for Kubernetes; those that have registered are no
             # starts, which would be withdrawn.
             own = len(observed.serving(role) - foreign)
@@ -240,8 +227,7 @@ class Planner:
             now = msgspec.structs.replace(now, starting=starting, ready=ready)
             roles[role] = RoleSeen(
                 counts=now,
-                others=others,
-                youngest_s=observed.youngest_s(role),
+                others=len(observed.serving(role) & foreign),
                 changed=last and (last.up, last.at),
             )
         manual = {role: wanted.manual[role] for role in roles if role in wanted.manual}
@@ -317,7 +303,8 @@ class Planner:
         found: dict[str, int] = {}
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
-            if not one.under_way and one.count in (wanted, min(max(wanted, least), most)):
+            enough = one.count in (wanted, min(max(wanted, least), most))
+            if enough and not one.counts.starting:
                 found[role] = wanted
         return found
 

@@ -30,8 +30,8 @@ WantedEdit = Callable[[WantedRecord], WantedRecord]
 
 @dataclass(kw_only=True)
 class Records:
-    #: The lease of the planner that leads; 0: none does. None: the record cannot be read.
-    leader: int | None = 0
+    #: The lease of the planner that leads; 0: none does, or its record cannot be read.
+    leader: int = 0
     #: None: it cannot be read.
     wanted: WantedRecord | None = field(default_factory=WantedRecord)
     #: Of those that cannot be read: the key, and why.
@@ -50,8 +50,8 @@ async def read(store: Store, namespace: str) -> Records:
             found.malformed.append(f"{key}: {exc}")
             return None
 
-    leader = decoded(names.planner_leader_key(namespace), LeaderRecord, LeaderRecord(lease_id=0))
-    found.leader = leader and leader.lease_id
+    if leader := decoded(names.planner_leader_key(namespace), LeaderRecord, None):
+        found.leader = leader.lease_id
     found.wanted = decoded(names.planner_wanted_key(namespace), WantedRecord, found.wanted)
     return found
 
@@ -112,10 +112,8 @@ class PlannerRecords:
         for what in found.malformed:
             host.drops("record")
             logger.warning("ignored: %s", what)
-        if found.leader == 0 and self._elects:
+        if not found.leader and self._elects:
             key, own = names.planner_leader_key(namespace), LeaderRecord(lease_id=host.lease.id)
             if await host.store.create(key, encode_json(own), lease=host.lease):
                 found.leader = own.lease_id
-        if found.leader is not None:
-            self._leader = found.leader
-        self.wanted = found.wanted
+        self._leader, self.wanted = found.leader, found.wanted

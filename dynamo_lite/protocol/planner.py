@@ -33,9 +33,6 @@ class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
     ready: Number = 0
     #: Being removed; they still occupy their devices.
     draining: Number = 0
-    #: Ended, as Kubernetes has it, on hosts that do not say so: they may still occupy devices, and
-    #: nothing waits for them.
-    lost: Number = 0
     #: Devices of one worker; 0 on a CPU.
     devices_each: Number = 0
     #: Devices that a new worker of this role could use now.
@@ -46,7 +43,7 @@ class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def present(self) -> int:
         """All workers that occupy devices."""
-        return self.starting + self.ready + self.draining + self.lost
+        return self.starting + self.ready + self.draining
 
 
 # The supervisor's socket

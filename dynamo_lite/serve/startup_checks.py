@@ -144,12 +144,12 @@ def check_planner_budget(config: GraphConfig, document: Document) -> None:
     if planner is None or not planner.options:
         return
     options = msgspec.convert(planner.options, PlannerConfig)
-    if options.kubernetes.scales:
-        return
     where = (PLANNER.name, "budget-devices")
-    workers = [one for name in Role if (one := config.get(name)) is not None]
-    for mistake in contradictions(options, {c.service.name: c.devices for c in workers}):
-        document.complain(where, mistake)
+    kubernetes = options.kubernetes
+    workers = [one for name in Role if (one := config.get(name)) and not kubernetes.workloads]
+    devices = {c.service.name: c.devices for c in workers} or kubernetes.devices
+    for mistake in contradictions(options, devices):
+        document.complain((PLANNER.name,), mistake)
     started = [c for c in workers if c.workers and c in config.here]
     need = sum(c.workers * occupied(c.devices) for c in started)
     if need > options.budget_devices:

@@ -38,7 +38,6 @@ class ApiServer:
         self.replicas = {"p": 1, "d": 2}
         self.ready = {"p": 1, "d": 2}
         self.terminating = {"p": 0, "d": 0}
-        self.lost = {"p": 0, "d": 0}
         self.versions = {"p": 10, "d": 20}
         self.token = "first"
         self.pods: dict[str, dict[str, str]] = {}
@@ -84,9 +83,8 @@ class ApiServer:
         name = labels.pop("role")
         ends = (datetime.now(UTC) + timedelta(seconds=30)).isoformat()
         ending = {"name": "old", "deletionTimestamp": ends}
-        lost = {"name": "cut", "deletionTimestamp": "2026-01-01T00:00:00Z"}
         pods: list[dict[str, Any]] = [{"name": "new"}] * self.replicas[name]
-        pods += [ending] * self.terminating[name] + [lost] * self.lost[name]
+        pods += [ending] * self.terminating[name]
         pods += [
             {"name": pod, "annotations": notes}
             for pod, notes in self.pods.items()
@@ -110,12 +108,7 @@ class ApiServer:
         if request.content_type != "application/merge-patch+json":
             return _status(415, "the body of the request was in an unknown format")
         change = json.loads(await request.read())
-        pod = self.pods.setdefault(name, {})
-        for key, value in change["metadata"]["annotations"].items():
-            if value is None:
-                pod.pop(key, None)
-            else:
-                pod[key] = value
+        self.pods.setdefault(name, {}).update(change["metadata"]["annotations"])
         return web.json_response({"metadata": change["metadata"]})
 
 
@@ -239,7 +232,7 @@ async def test_the_victim_is_marked_before_the_replicas_are_lowered(
     server.faults = [None, 503]
     with pytest.raises(Unavailable):
         await connector.change(D, 1, pod("d-7f9-x2"))
-    assert (server.pods, server.replicas["d"]) == ({"d-7f9-x2": {COST: "-2147483647"}}, 2)
+    assert (server.pods, server.replicas["d"]) == ({"d-7f9-x2": {COST: "-1"}}, 2)
     server.terminating["d"] = 1
     await connector.change(D, 1, pod("d-7f9-x2"))
     server.ready["d"] = 1
@@ -250,7 +243,9 @@ async def test_the_victim_is_marked_before_the_replicas_are_lowered(
     assert server.replicas["d"] == 1
 
 
-async def test_a_mark_of_an_order_that_failed_is_taken_away(server: ApiServer, account: Path):
+async def test_the_last_mark_counts_and_not_that_of_an_order_that_failed(
+    server: ApiServer, account: Path
+):
     connector = connect(server, account)
     await connector.counts()
     server.faults = [None, 409]
@@ -259,14 +254,8 @@ async def test_a_mark_of_an_order_that_failed_is_taken_away(server: ApiServer, a
     server.pods["d-7f9-x4"] = {COST: "5"}
     await connector.counts()
     await connector.change(D, 1, pod("d-7f9-x3"))
-    marks = {name: notes for name, notes in server.pods.items() if notes}
-    assert marks == {"d-7f9-x3": {COST: "-2147483647"}, "d-7f9-x4": {COST: "5"}}
-
-
-async def test_pods_of_lost_hosts_do_not_drain(server: ApiServer, account: Path):
-    server.lost["d"], server.terminating["d"] = 2, 1
-    now = (await connect(server, account).counts())[D]
-    assert (now.draining, now.lost, now.present) == (1, 2, 5)
+    marks = {name: int(notes[COST]) for name, notes in server.pods.items()}
+    assert marks == {"d-7f9-x3": -2, "d-7f9-x2": -1, "d-7f9-x4": 5}
 
 
 async def test_only_own_pods_are_removed(server: ApiServer, account: Path):

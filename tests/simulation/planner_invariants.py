@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 #: The reasons of changes that follow the load.
-_ENOUGH, _ROOM, _MORE = (
-    re.compile(start) for start in (r"\d+ are enough", "makes room for", r"\d+ more")
-)
-
+_ENOUGH, _MORE = re.compile(r"\d+ are enough"), re.compile(r"\d+ more")
 
 #: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
@@ -66,8 +63,6 @@ class PlannerJudge:
         self._wanted = WantedRecord()
         #: When the last change of each component was stored.
         self._changed_at: dict[str, float] = {}
-        #: Components whose last removal has made room for another one.
-        self._gave: set[str] = set()
 
     # Orders
 
@@ -153,7 +148,6 @@ class PlannerJudge:
         self._leads(None)
         self._wanted = WantedRecord()
         self._changed_at.clear()
-        self._gave.clear()
 
     def _leads(self, value: bytes | None) -> None:
         if self.reigns and self.reigns[-1].until is None:
@@ -174,17 +168,11 @@ class PlannerJudge:
             passed_s = now - self._changed_at[component]
             self._check_reversal(component, role.up, role.reason, passed_s)
         self._changed_at[component] = now
-        if not role.up:
-            (self._gave.add if _ROOM.match(role.reason) else self._gave.discard)(component)
-        elif others := self._gave - {component}:
-            over = "pods" if self.scenario.pods else "a supervisor"
-            self.judge.counts[f"planner moved a device over {over}"] += 1
-            self._gave -= others
         self.on_step(Step.ADD_WANTED if role.up else Step.REMOVE_WANTED)
 
     def _check_reversal(self, component: str, up: bool, reason: str, passed_s: float) -> None:
         """passed_s: since its last change, which went the other way."""
-        follows_load = any(kind.match(reason) for kind in ((_MORE,) if up else (_ENOUGH, _ROOM)))
+        follows_load = (_MORE if up else _ENOUGH).match(reason)
         if follows_load and passed_s < self.scenario.options.cooldown_s:
             self._violate(f"a reversal after {passed_s:.3f} s: {component}, {reason}")
 

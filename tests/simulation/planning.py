@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from dynamo_lite.planner.planner import Planner
-from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.limits import refusals
 from dynamo_lite.planner.record import WantedEdit, edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
@@ -127,14 +125,6 @@ class Planning:
 
     async def _set(self, wish: Wish) -> None:
         """As `dynamo-lite planner set`."""
-        options = self._scenario.options
-        counts: dict[str, int] = {}
-        manual = self._wanted().manual
-        for role in Role:
-            each = self.supervisor.counts()[role]
-            counts[role] = manual.get(role, each.starting + each.ready)
-        if refusals({wish.component: wish.count}, counts, {}, options):
-            return
         await self._edit(
             lambda record: replace(record, manual={**record.manual, wish.component: wish.count})
         )

@@ -10,10 +10,9 @@ from dynamo_lite.cli.drain import _Watch
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.policy.drain import (
     Leaving,
-    Safety,
     Victim,
     WorkerSeen,
-    safe,
+    danger,
     victim,
     written_s,
 )
@@ -96,15 +95,13 @@ def test_the_choice_does_not_depend_on_the_order_and_is_the_least_busy():
 
 P, D = 7, 5
 #: It was idle at 10; the decode worker reported at 11 that it waits for no writer.
-IDLE_P = Leaving(
-    role=Role.PREFILL, lease_id=P, listed=False, unlisted_at=8, in_flight=0, idle_at=10
-)
-IDLE_D = Leaving(role=Role.DECODE, lease_id=D, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
+IDLE_P = Leaving(role=Role.PREFILL, lease_id=P, unlisted_at=8, in_flight=0, idle_at=10)
+IDLE_D = Leaving(role=Role.DECODE, lease_id=D, unlisted_at=8, in_flight=0, idle_at=10)
 NOBODY = {D: (frozenset[int](), 11.0)}
 
 
-def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> Safety:
-    return safe(leaving, writers, now=now, landed_s=60.0)
+def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> str:
+    return danger(leaving, writers, now=now, landed_s=60.0)
 
 
 def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_live():
@@ -114,34 +111,31 @@ def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_li
 
 @pytest.mark.parametrize("leaving", [IDLE_P, IDLE_D])
 def test_safe_only_when_nothing_is_missing(leaving: Leaving):
-    assert judged(leaving).safe
-    assert judged(replace(leaving, listed=True)) == Safety(
-        safe=False, reason="it is still listed: it may get work"
-    )
-    assert not judged(replace(leaving, in_flight=2, idle_at=None)).safe
-    assert not judged(replace(leaving, in_flight=None, idle_at=None)).safe
-    assert judged(leaving, {}).safe is (leaving.role is Role.PREFILL)
-    assert not judged(leaving, {D: None}).safe
+    assert judged(leaving) == ""
+    assert judged(replace(leaving, unlisted_at=None)) == "it is still listed: it may get work"
+    assert judged(replace(leaving, in_flight=2, idle_at=None))
+    assert judged(replace(leaving, in_flight=None, idle_at=None))
+    assert (judged(leaving, {}) == "") is (leaving.role is Role.PREFILL)
+    assert judged(leaving, {D: None})
     # What was said before it was idle may have changed since.
-    assert not judged(leaving, {D: (frozenset(), 9.0)}).safe
-    assert judged(replace(leaving, ended=True, listed=True)).safe
+    assert judged(leaving, {D: (frozenset(), 9.0)})
 
 
 def test_idle_alone_is_not_safe():
     """A write may still be under way into blocks that would be used again."""
     found = judged(IDLE_P, {D: (frozenset({P}), 11.0), 6: (frozenset(), 11.0)})
-    assert found == Safety(safe=False, reason="attempts that it may write: of 5")
-    assert judged(IDLE_P, {D: (frozenset({8}), 11.0)}).safe
+    assert found == "attempts that it may write: of 5"
+    assert judged(IDLE_P, {D: (frozenset({8}), 11.0)}) == ""
     found = judged(IDLE_D, {D: (frozenset({P, 8}), 11.0)})
-    assert found == Safety(safe=False, reason="2 writers may still write into its blocks")
+    assert found == "2 writers may still write into its blocks"
 
 
 def test_time_makes_a_prefill_worker_safe_and_no_decode_worker():
     busy = replace(IDLE_P, in_flight=1, idle_at=None)
-    assert not judged(busy, now=68.0).safe
-    assert judged(busy, now=68.1).safe
+    assert judged(busy, now=68.0)
+    assert judged(busy, now=68.1) == ""
     busy = replace(IDLE_D, in_flight=1, idle_at=None)
-    assert not judged(busy, now=1e6).safe
+    assert judged(busy, now=1e6)
 
 
 def test_what_is_safe_to_kill_stays_so_until_it_has_work_again():

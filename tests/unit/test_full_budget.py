@@ -1,4 +1,4 @@
-"""A role without room in the budget: one worker of the other role is removed, then one is added."""
+"""A role without room in the budget waits until a worker of the other role has left."""
 
 import math
 from dataclasses import replace
@@ -10,12 +10,11 @@ from dynamo_lite.planner.policy.planner import Proposal
 from dynamo_lite.protocol.options import PlannerOptions
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
 
-# The down window is so long that nothing is removed before its device is needed.
 FULL = PlannerOptions(
     budget_devices=4,
     prefill_max=32,
     decode_max=32,
-    down_window_s=300.0,
+    down_window_s=100.0,
     start_s=20.0,
     start_timeout_s=40.0,
 )
@@ -49,44 +48,19 @@ def changes(proposals: list[Proposal]) -> list[tuple[str, Role]]:
     return [(change.kind, change.role) for one in proposals for change in one.actions]
 
 
-MOVED = [("remove", D), ("add", P)]
-
-
-def test_a_device_moves_from_one_role_to_the_other():
+def test_a_device_moves_when_its_worker_is_not_needed_any_more():
     w = world(1, 3)
-    w.run(100)
-    w.prefill = prefill_load(1200)
-    proposals = w.run(60)
-    assert changes(proposals) == MOVED
-    removed, added = (action for one in proposals for action in one.actions)
-    assert removed.reason == "makes room for a prefill worker"
-    assert added.reason.startswith("1 more: 1200 tokens/s")
-    said = next(one for one in proposals if one.actions).roles[P].reason
-    assert said.startswith("no device is free within the budget; a decode worker is removed for it")
-    assert w.numbers_of == (2, 2)
-
-
-def test_the_giver_must_pass_its_check_for_the_cooldown():
-    w = world(1, 3, cooldown_s=60.0)
-    w.decode = decode_load(2.4)
-    w.run(100)
-    w.prefill, w.decode = prefill_load(1200), decode_load(0.5)
-    calm_at = w.now
-    w.run(120)
-    assert [role for _, role, _ in w.orders] == [D, P]
-    assert w.orders[0][0] - calm_at >= 60
-
-
-def test_a_removal_that_is_due_makes_the_room():
-    """It was decided in the tick in which the other role needs one."""
-    w = world(1, 3, down_window_s=100.0)
     w.decode = decode_load(1.2)
-    w.run(95)
     w.prefill = prefill_load(1200)
+    proposals = w.run(95)
+    said = proposals[-1].roles[P].reason
+    assert said.startswith("no device is free within the budget; 1 more: 1200 tokens/s")
     proposals = w.run(60)
-    assert changes(proposals) == MOVED
-    removed = next(action for one in proposals for action in one.actions)
+    assert changes(proposals) == [("remove", D), ("add", P)]
+    removed, added = (action for one in proposals for action in one.actions)
     assert removed.reason.startswith("2 are enough")
+    assert added.reason.startswith("1 more: 1200 tokens/s")
+    assert w.numbers_of == (2, 2)
 
 
 @pytest.mark.parametrize(("decode_min", "left"), [(3, 3), (2, 2), (1, 1)])
@@ -100,15 +74,6 @@ def test_never_below_the_minimum(decode_min: int, left: int):
     assert w.pools[P].ready == 4 - left
 
 
-@pytest.mark.parametrize("role", [P, D])
-def test_no_worker_is_removed_while_a_device_becomes_free_anyway(role: Role):
-    w = world(1, 2)
-    w.pools[role].draining = [w.now + 140.0]
-    w.run(100)
-    w.prefill = prefill_load(1200)
-    assert changes(w.run(100)) == [("add", P)]
-
-
 def test_a_role_with_larger_workers_gets_as_many_devices_as_one_needs():
     w = world(1, 3, budget_devices=5)
     w.pools[P].devices_each = 2
@@ -120,10 +85,9 @@ def test_a_role_with_larger_workers_gets_as_many_devices_as_one_needs():
 
 def test_a_start_that_hangs_is_withdrawn_and_the_device_is_free():
     w = world(1, 3)
-    w.run(100)
     w.prefill = prefill_load(1200)
     w.pools[P].start_s = math.inf
-    w.run(60)
+    w.run(130)
     assert w.pools[P].starting == [math.inf]
     w.pools[P].start_s = 20.0
     w.run(60)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.planner.config import KubernetesOptions, PlannerConfig
 from dynamo_lite.planner.policy.inputs import (
     DecodeLoad,
     PrefillLoad,
@@ -15,7 +14,6 @@ from dynamo_lite.planner.policy.inputs import (
 )
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.policy.planner import PlannerMemory, begun, plan
-from dynamo_lite.planner.policy.work import Line
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
 from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
@@ -53,7 +51,7 @@ def test_a_need_is_acted_on_in_the_second_tick():
     w.prefill = prefill_load(1500)
     first = w.tick()
     assert not first.actions
-    assert first.roles[P].state == "pending"
+    assert first.roles[P].reason.endswith("needed once so far")
     assert first.roles[P].wanted == 2
     assert adds(w.tick(), P) == 1
 
@@ -99,17 +97,6 @@ def test_without_a_measured_rate_one_more_while_prompts_find_no_room():
     w.prefill = prefill_load(3000, refused=100, rate=None)
     w.tick()
     assert adds(w.tick(), P) == 1
-
-
-def test_young_workers_teach_nothing():
-    w = world()
-    w.prefill = prefill_load(1500, rate=1000)
-    w.tick()
-    role = replace(w.seen().roles[P], youngest_s=3.0)
-    seen = replace(w.seen(), roles={P: role}, prefill=prefill_load(1500, rate=1))
-    memory, proposal = plan(w.memory, seen, w.limits, w.now + 5)
-    assert memory.prefill_rate == 1000
-    assert proposal.roles[P].wanted == 2
 
 
 def test_below_the_minimum_a_worker_is_added_at_once():
@@ -245,14 +232,6 @@ def test_a_worker_that_leaves_meanwhile_makes_no_start_fail(starts: RoleSeen, ca
     assert memory.roles[P].failures == 0
 
 
-def test_a_worker_of_a_lost_host_counts_in_the_budget_only():
-    counts = RoleCounts(ready=1, lost=1, devices_free=9)
-    seen = Seen(roles={P: RoleSeen(counts=counts)}, manual={P: 3})
-    for budget, added in ((4, 2), (3, 1)):
-        limits = replace(LIMITS, budget_devices=budget)
-        assert [a.by for a in plan(PlannerMemory(), seen, limits, 0.0)[1].actions] == [added]
-
-
 def test_a_change_by_another_writer_is_the_new_base():
     w = world(prefill=Pool(ready=3))
     w.run(290)
@@ -315,7 +294,6 @@ def test_an_operator_s_number_is_reached_whatever_the_load():
     w.manual = {P: 3, D: 2}
     w.run(100)
     assert (w.pools[P].count, w.pools[D].count) == (3, 2)
-    assert w.tick().roles[P].state == "observe"
     w.manual = {P: 999}
     w.run(1000)
     assert w.pools[P].count == 32
@@ -370,9 +348,6 @@ def test_the_minima_need_the_devices_of_their_workers():
         "prefill-min (2 * 2) and decode-min (1 * 4) need 8 devices together, more than"
         " budget-devices, 7"
     )
-    scaled = KubernetesOptions(decode="deployments/decode", decode_devices=8)
-    with pytest.raises(ValueError, match="need 9 devices together"):
-        PlannerConfig(kubernetes=scaled)
 
 
 @pytest.mark.parametrize(
@@ -382,20 +357,7 @@ def test_the_minima_need_the_devices_of_their_workers():
         ({P: 2, D: 3}, []),
         ({P: 0}, ["0 prefill workers: prefill-min is 1 and prefill-max is 8"]),
         ({D: 9}, ["9 decode workers: decode-min is 1 and decode-max is 8"]),
-        ({P: 5}, ["9 devices together, and budget-devices is 8"]),
-        ({P: 8, D: 1}, ["10 devices together, and budget-devices is 8"]),
     ],
 )
 def test_what_an_operator_cannot_have(wanted, said):
-    assert refusals(wanted, {P: 1, D: 2}, {P: 1, D: 2}, PlannerOptions()) == said
-
-
-# Forecasts
-
-
-def test_a_line_needs_different_loads_and_must_rise():
-    flat = falling = Line()
-    for x in range(10):
-        flat, falling = flat.add(50.0, 0.02), falling.add(x, 1.0 - x * 0.01)
-    assert flat.fit() is None
-    assert falling.fit() is None
+    assert refusals(wanted, PlannerOptions()) == said

@@ -109,7 +109,7 @@ def test_a_budget_below_the_workers_that_start_or_the_minima_is_refused():
     [flag] = over_budget(*TWO_EACH, "--Planner.budget-devices=3", "--Planner.decode-min=1")[1:]
     assert flag.startswith("--Planner.budget-devices: 3, but the workers")
     assert over_budget(*TWO_EACH, "--Planner.decode-min=2") == [
-        f"{FILE}:{LINE}: Planner.budget-devices: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
+        f"{FILE}:{LINE - 1}: Planner: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
         " devices together, more than budget-devices, 4"
     ]
 
@@ -120,7 +120,10 @@ def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here()
     assert over_budget(MANY, only="PrefillWorker") == over_budget(MANY, only="Planner") == []
     assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
     assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
-    assert over_budget(MANY, "--Planner.kubernetes.decode=deployments/decode") == []
+    scaled = "--Planner.kubernetes.decode=deployments/decode"
+    assert over_budget(MANY, scaled) == []
+    [mistake] = over_budget(scaled, "--Planner.kubernetes.decode-devices=8")
+    assert "need 9 devices together" in mistake
 
 
 @pytest.mark.parametrize(

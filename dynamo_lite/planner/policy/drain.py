@@ -75,12 +75,8 @@ class Leaving:
 
     role: Role
     lease_id: int
-    #: Whether its keys are in etcd.
-    listed: bool
-    #: When its keys were gone; None while they are in etcd.
+    #: When its keys were gone; None while they are in etcd: it is listed.
     unlisted_at: float | None = None
-    #: Whether its process has ended.
-    ended: bool = False
     #: Requests or jobs in flight; None: not known.
     in_flight: int | None = None
     #: When its last request or job had ended; None while there are any, or that is not known.
@@ -92,13 +88,6 @@ class Leaving:
 Writers = Mapping[int, tuple[frozenset[int], float] | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Safety:
-    #: Whether its end costs no request and harms no memory that is in use.
-    safe: bool
-    reason: str
-
-
 def written_s(grace_s: float, lease_ttl_s: float) -> float:
     """How long after the end of its lease a prefill worker's last write lands, at most.
 
@@ -108,8 +97,8 @@ def written_s(grace_s: float, lease_ttl_s: float) -> float:
     return max(grace_s, lease_ttl_s) + lease_ttl_s
 
 
-def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> Safety:
-    """Whether a leaving worker may be killed.
+def danger(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> str:
+    """What the end of a leaving worker could harm; empty: it may be killed.
 
     An idle prefill worker may still have a write in flight, and its death does not stop a write
     that the network card has. The owner of the blocks would use them again. So every decode worker
@@ -118,26 +107,13 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> 
 
     landed_s: see `written_s`.
     """
-    if leaving.ended:
-        return Safety(safe=True, reason="its process has ended")
-    if not (why := _danger(leaving, writers)):
-        return Safety(
-            safe=True, reason="it has no work, and no write into or from its memory is awaited"
-        )
-    gone_at = leaving.unlisted_at
-    if leaving.role is Role.PREFILL and gone_at is not None and now - gone_at > landed_s:
-        return Safety(safe=True, reason=f"its lease is gone for {landed_s:g} s: no write can land")
-    return Safety(safe=False, reason=why)
-
-
-def _danger(leaving: Leaving, writers: Writers) -> str:
-    """What its end could harm; empty if nothing."""
-    idle_at = leaving.idle_at
-    if leaving.listed:
+    decodes, idle_at = leaving.role is Role.DECODE, leaving.idle_at
+    if leaving.unlisted_at is None:
         return "it is still listed: it may get work"
+    if not decodes and now - leaving.unlisted_at > landed_s:
+        return ""
     if leaving.in_flight is None or idle_at is None:
         return "it does not report its running work"
-    decodes = leaving.role is Role.DECODE
     if leaving.in_flight:
         return f"{leaving.in_flight} {'requests' if decodes else 'jobs'} in flight"
     asked = {leaving.lease_id: writers.get(leaving.lease_id)} if decodes else writers

@@ -26,11 +26,9 @@ class RoleSeen:
     """One role."""
 
     #: Of the workers that can be started and removed here.
-    counts: RoleCounts
+    counts: RoleCounts = field(default_factory=RoleCounts)
     #: Serving workers that another supervisor has started and that cannot be removed here.
     others: int = 0
-    #: Age of the youngest serving worker; None: there is none, or its age is not known.
-    youngest_s: float | None = None
     #: The last change that a planner has ordered, this one or another: whether it was one to more,
     #: and when, by that planner's clock. None: none is known.
     changed: tuple[bool, float] | None = None
@@ -39,11 +37,6 @@ class RoleSeen:
     def count(self) -> int:
         """Workers that serve or will serve."""
         return self.counts.starting + self.counts.ready + self.others
-
-    @property
-    def under_way(self) -> bool:
-        """Whether workers start or drain."""
-        return bool(self.counts.starting or self.counts.draining)
 
     @property
     def serving(self) -> int:
@@ -106,7 +99,8 @@ class DecodeLoad:
 class Seen:
     """The graph."""
 
-    #: The roles of the graph. Empty: the supervisor, or Kubernetes, did not reply.
+    #: The roles of the graph, prefill workers first. Empty: the supervisor, or Kubernetes, did not
+    #: reply.
     roles: Mapping[Role, RoleSeen] = field(default_factory=dict[Role, RoleSeen])
     prefill: PrefillLoad = field(default_factory=PrefillLoad)
     decode: DecodeLoad = field(default_factory=DecodeLoad)

@@ -42,27 +42,11 @@ def contradictions(limits: PlannerOptions, devices: Mapping[str, int] | None = N
     return found
 
 
-def refusals(
-    wanted: Mapping[str, int],
-    counts: Mapping[str, int],
-    devices: Mapping[str, int],
-    limits: PlannerOptions,
-) -> list[str]:
-    """Why an operator cannot have these numbers, each as a sentence.
-
-    counts: the present numbers. devices: of one worker. Roles that the graph does not have are in
-    neither.
-    """
-    found: list[str] = []
-    for name, number in wanted.items():
-        role = Role(name)
-        least, most = bounds(limits, role)
-        if not least <= number <= most:
-            found.append(
-                f"{number} {role.word} workers: {role.word}-min is {least}"
-                f" and {role.word}-max is {most}"
-            )
-    total = sum(n * occupied(devices.get(r, 0)) for r, n in {**counts, **wanted}.items())
-    if not found and total > limits.budget_devices:
-        found.append(f"{total} devices together, and budget-devices is {limits.budget_devices}")
-    return found
+def refusals(wanted: Mapping[str, int], limits: PlannerOptions) -> list[str]:
+    """Why an operator cannot have these numbers, each as a sentence."""
+    return [
+        f"{number} {role.word} workers: {role.word}-min is {least} and {role.word}-max is {most}"
+        for role, number in ((Role(name), number) for name, number in wanted.items())
+        for least, most in [bounds(limits, role)]
+        if not least <= number <= most
+    ]

@@ -1,10 +1,8 @@
 """How many workers of a role a load needs. Pure.
 
-`up` workers stay below the share at which more are added, `down` ones below the lower share at
-which one may be removed. Between both nothing changes. Where the arrivals are known, the distance
-between both also covers chance: `sure` workers are needed even if the true load is lower than
-measured, and workers are added only while there are fewer; `down` workers are enough even if the
-true load is higher than measured.
+So many stay below the share of their capacity that the options allow. Where the arrivals are known,
+workers are added only while there are fewer than `sure`, which are needed even if the true load is
+lower than measured.
 """
 
 import math
@@ -21,31 +19,25 @@ _SHORTEST_DRAIN_S = 10.0
 _SHORTEST_QUEUE_S = 60.0
 #: See `_prefill_workers`.
 _SPARE = 0.5
-#: A worker is removed if the others stay below this part of the share above which one is added.
-_DOWN = 15 / 16
 
 
 @dataclass(frozen=True)
 class Need:
     """Workers of one role; None: not known."""
 
-    up: int | None
-    down: int | None
+    workers: int | None
     #: What they are needed for, as a sentence part.
     reason: str
-    #: Workers are added only while there are fewer than this; None: than `up`.
+    #: Whether no part of the load is unknown: else no worker is removed.
+    complete: bool = True
+    #: Workers are added only while there are fewer than this; None: than `workers`.
     sure: int | None = None
 
     def wanted(self, count: int) -> int | None:
-        """`up`, but not more than the present `count` if these could be enough."""
-        if self.up is None or self.sure is None or self.sure > count:
-            return self.up
-        return min(self.up, count)
-
-
-def down_share(limits: PlannerOptions) -> float:
-    """Below this share, with one worker less, a worker is removed."""
-    return _DOWN * min(limits.prefill_up_share, limits.decode_up_share)
+        """`workers`, but not more than the present `count` if these could be enough."""
+        if self.workers is None or self.sure is None or self.sure > count:
+            return self.workers
+        return min(self.workers, count)
 
 
 def prefill_need(
@@ -66,9 +58,9 @@ def prefill_need(
     start_s, backlog = limits.start_s, load.backlog
     known = load.arriving_per_s is not None and backlog is not None
     arriving = (load.asked_per_s or 0.0) + (load.refused_per_s or 0.0)
-    each, spare, doubt = work.prefill_tokens.value, 0.0, 0.0
+    each, spare, doubt = work.prefill_tokens, 0.0, 0.0
     if work.per_s is not None and each is not None:
-        arriving, spare = work.per_s * each * work.growth(start_s), _SPARE
+        arriving, spare = work.per_s * each, _SPARE
         doubt = work.doubt * each
     if work.per_s is not None and rate:
         extra = _late(backlog or 0.0, count * rate - arriving, start_s)
@@ -76,16 +68,16 @@ def prefill_need(
         extra = (backlog or 0.0) / max(start_s, _SHORTEST_DRAIN_S)
     demand = arriving + extra
     if not demand:
-        return Need(0, 0, "no long prompts") if known else Need(None, None, "load unknown")
+        return Need(0, "no long prompts") if known else _unknown("load unknown")
     if not rate:
         if load.refused_per_s:
-            return Need(count + 1, None, "prompts find no room, and no rate is measured yet")
-        return Need(None, None, "no rate of a prefill worker is measured yet")
+            reason = "prompts find no room, and no rate is measured yet"
+            return Need(count + 1, reason, complete=False)
+        return _unknown("no rate of a prefill worker is measured yet")
     reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
     up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
     sure = _prefill_workers(max(demand - doubt, 0.0) / rate, limits.prefill_up_share, spare)
-    down = _prefill_workers((demand + doubt) / rate, down_share(limits), spare) if known else None
-    return Need(up, down, reason, sure)
+    return Need(up, reason, known, sure)
 
 
 def _prefill_workers(busy: float, share: float, spare: float) -> int:
@@ -120,56 +112,50 @@ def decode_need(load: DecodeLoad, limits: PlannerOptions, *, count: int, work: W
 def _rate_need(load: DecodeLoad, limits: PlannerOptions, work: Work, count: int) -> Need | None:
     """`N = ceil(tokens/s / (share * tokens/s of one worker))`, with the requests that wait; None:
     not known."""
-    each = work.output_tokens.value
+    each = work.output_tokens
     one = work.tokens_of_one(load.max_running)
     queued = load.queued
     if work.per_s is None or each is None or one is None or queued is None:
         return None
-    start_s = limits.start_s
-    arriving = work.per_s * work.growth(start_s)
-    demand = (arriving + _late(queued, count * one / each - arriving, start_s)) * each
+    late = _late(queued, count * one / each - work.per_s, limits.start_s)
+    demand = (work.per_s + late) * each
     share = limits.decode_up_share * one
-    return Need(
-        _ceil(demand / share),
-        _ceil((demand + work.doubt * each) / (down_share(limits) * one)),
-        f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
-        _ceil(max(demand - work.doubt * each, 0.0) / share),
-    )
+    reason = f"{demand:.0f} output tokens/s at {one:.0f} for each worker"
+    sure = _ceil(max(demand - work.doubt * each, 0.0) / share)
+    return Need(_ceil(demand / share), reason, sure=sure)
 
 
 def _kv_need(load: DecodeLoad, limits: PlannerOptions) -> Need:
     used, waiting = load.kv_used, load.kv_waiting
     if used is None:
-        return Need(None, None, "KV use unknown")
+        return _unknown("KV use unknown")
     wanted = used + (waiting or 0.0)
-    down = _ceil(wanted / down_share(limits)) if waiting is not None else None
-    return Need(_ceil(wanted / limits.decode_up_share), down, f"KV of {wanted:.2f} workers")
+    workers = _ceil(wanted / limits.decode_up_share)
+    return Need(workers, f"KV of {wanted:.2f} workers", waiting is not None)
 
 
 def _sequence_need(load: DecodeLoad, limits: PlannerOptions, requests: float | None) -> Need:
     if requests is None:
-        return Need(None, None, "requests unknown")
+        return _unknown("requests unknown")
     if not load.max_running:
         # Without the limit the KV blocks alone tell.
-        return Need(0, 0, "limit of requests unknown")
-    share = requests / load.max_running
-    return Need(
-        _ceil(share / limits.decode_up_share),
-        _ceil(share / down_share(limits)),
-        f"{requests:.0f} requests at {load.max_running} for each worker",
-    )
+        return Need(0, "limit of requests unknown")
+    workers = _ceil(requests / load.max_running / limits.decode_up_share)
+    return Need(workers, f"{requests:.0f} requests at {load.max_running} for each worker")
 
 
 def _most(parts: Sequence[Need]) -> Need:
-    """`up`: the most that is known. `down`: known only if every part is."""
-    known = [part for part in parts if part.up is not None]
+    """The most that is known; complete only if every part is."""
+    known = [(part.workers, part) for part in parts if part.workers is not None]
     if not known:
-        return Need(None, None, parts[0].reason)
-    top = max(known, key=lambda part: part.up or 0)
-    downs = [part.down for part in parts]
-    down = None if None in downs else max(d for d in downs if d is not None)
-    sure = max(part.up or 0 if part.sure is None else part.sure for part in known)
-    return Need(top.up, down, top.reason, sure)
+        return parts[0]
+    workers, top = max(known, key=lambda one: one[0])
+    sure = max(most if part.sure is None else part.sure for most, part in known)
+    return Need(workers, top.reason, all(part.complete for part in parts), sure)
+
+
+def _unknown(reason: str) -> Need:
+    return Need(None, reason, complete=False)
 
 
 def _ceil(value: float) -> int:

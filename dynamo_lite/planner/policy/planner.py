@@ -4,14 +4,13 @@
 before; `begun` adds to it what was done of the proposal. How many workers a load needs is
 `needs.py`. When a need becomes an order is `role.py`; the budget of all roles is here:
 
-- More workers: needed in two ticks in a row; at most half as many again, or four.
+- More workers: needed in two ticks in a row.
 - Fewer: needed in no tick of the whole down window, and the load was known all the time. One at a
   time.
 - After a change, none in the other direction for the longer of the cooldown and the time of a
   start.
 - All workers together stay within the budget, starting and draining ones included. When it is
-  full, a worker of a role that can do with one less is removed. The role that needs it adds one
-  when that has ended.
+  full, a role that needs more waits until one of the other has left.
 - A change by an operator or another process is accepted: the new number is where the next
   decision starts.
 """
@@ -19,10 +18,10 @@ before; `begun` adds to it what was done of the proposal. How many workers a loa
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo_lite.planner.policy.inputs import Role, RoleSeen, Seen
+from dynamo_lite.planner.policy.inputs import Role, Seen
 from dynamo_lite.planner.policy.needs import Need, decode_need, prefill_need
 from dynamo_lite.planner.policy.role import Change, RoleMemory, RolePlan, RoleStep
-from dynamo_lite.planner.policy.work import Work
+from dynamo_lite.planner.policy.work import Tick, Work
 from dynamo_lite.protocol.options import PlannerOptions
 
 #: Without a tick for this many tick times the load counts as unknown in between.
@@ -31,8 +30,6 @@ _MISSED_TICKS = 3
 _BUSY_S = 1.0
 #: Share of the difference to a lower rate that each tick believes, with and without a backlog.
 _BELIEVES, _FORGETS = 0.1, 0.005
-#: Workers that are younger than this and than half the time of a start teach nothing.
-_YOUNG_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +38,6 @@ class Proposal:
 
     actions: tuple[Change, ...] = ()
     roles: Mapping[Role, RolePlan] = field(default_factory=dict[Role, RolePlan])
-
-    @property
-    def reason(self) -> str:
-        """In one line."""
-        if self.actions:
-            return "; ".join(action.reason for action in self.actions)
-        return "; ".join(f"{role.word}: {plan.reason}" for role, plan in self.roles.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +52,28 @@ class PlannerMemory:
     #: What requests need.
     work: Work = field(default_factory=Work)
 
-    def without_windows(self) -> "PlannerMemory":
-        roles = {role: each.without_window() for role, each in self.roles.items()}
-        return replace(self, roles=roles)
-
 
 def plan(
     memory: PlannerMemory, seen: Seen, limits: PlannerOptions, now: float
 ) -> tuple[PlannerMemory, Proposal]:
     """One tick. now: monotonic seconds."""
+    known = memory.roles
+    missed = memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s
+    if missed or not seen.roles:
+        known = {role: each.without_window() for role, each in known.items()}
     if not seen.roles:
-        return replace(memory.without_windows(), at=now), Proposal()
-    if memory.at is not None and now - memory.at > _MISSED_TICKS * limits.tick_s:
-        memory = memory.without_windows()
+        return replace(memory, at=now, roles=known), Proposal()
     memory = replace(
         memory,
         at=now,
-        prefill_rate=_prefill_rate(memory.prefill_rate, seen, limits),
-        work=_worked(memory.work, seen, limits, now),
+        prefill_rate=_prefill_rate(memory.prefill_rate, seen),
+        work=_worked(memory.work, seen, now),
     )
     steps: dict[Role, RoleStep] = {}
-    for role in (role for role in Role if role in seen.roles):
-        known = memory.roles.get(role, RoleMemory())
+    for role, one in seen.roles.items():
         need = _need(role, memory, seen, limits)
-        steps[role] = RoleStep(role, known, seen.roles[role], need, limits, now)
+        mine = known.get(role, RoleMemory()).noted(one, need, limits, now)
+        steps[role] = RoleStep(role=role, memory=mine, need=need, limits=limits, now=now)
     wishes = {role: step.plan(seen.manual.get(role)) for role, step in steps.items()}
     memory = replace(memory, roles={role: step.memory for role, step in steps.items()})
     actions, plans = _within_budget(seen, wishes, limits)
@@ -99,12 +87,12 @@ def begun(memory: PlannerMemory, change: Change) -> PlannerMemory:
     return replace(memory, roles={**memory.roles, change.role: one})
 
 
-def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> float | None:
+def _prefill_rate(known: float | None, seen: Seen) -> float | None:
     """The rate of a prefill worker that has enough to do. One that has not looks slower: it counts
     as busy while a single job is on its way. So a lower rate is believed only under a backlog."""
     prefill = seen.roles.get(Role.PREFILL)
     measured = seen.prefill.rate
-    if prefill is None or measured is None or not _is_old(prefill, limits):
+    if prefill is None or measured is None:
         return known
     backlog = seen.prefill.backlog or 0.0
     if known is None:
@@ -113,31 +101,28 @@ def _prefill_rate(known: float | None, seen: Seen, limits: PlannerOptions) -> fl
     return known + (measured - known) * (_BELIEVES if busy else _FORGETS)
 
 
-def _worked(work: Work, seen: Seen, limits: PlannerOptions, now: float) -> Work:
+def _worked(work: Work, seen: Seen, now: float) -> Work:
     load, decode = seen.decode, seen.roles.get(Role.DECODE)
     admitted, queued = load.admitted_per_s, load.queued
     if admitted is None or queued is None:
-        return replace(work, per_s=None)
-    if decode is None:
-        return work
-    work = work.arrived(admitted, queued, now).served(
-        admitted,
-        tokens_per_s=load.tokens_per_s,
-        prefill_per_s=seen.prefill.arriving_per_s,
+        return work.unknown()
+    tokens_per_s, token_s, batch = load.tokens_per_s, load.token_s, None
+    if tokens_per_s and token_s and decode is not None and decode.serving:
+        # By Little's law. The number that runs at the end of the tick is another one, and would
+        # make the line flatter than it is.
+        batch = tokens_per_s * token_s / decode.serving
+    tick = Tick(
+        at=now,
+        admitted=admitted,
+        queued=queued,
+        output=tokens_per_s,
+        prefill=seen.prefill.arriving_per_s,
+        kv=load.kv_used,
+        running=load.running or None,
+        batch=batch,
+        token_s=token_s,
     )
-    running, used = load.running, load.kv_used
-    if running and used is not None:
-        work = work.held(used, running)
-    tokens_per_s, token_s = load.tokens_per_s, load.token_s
-    if tokens_per_s and token_s and decode.serving and _is_old(decode, limits):
-        work = work.ran(tokens_per_s, token_s, decode.serving)
-    return work
-
-
-def _is_old(role: RoleSeen, limits: PlannerOptions) -> bool:
-    """Whether the workers are old enough that their rates mean something: caches of younger ones
-    are cold, and their kernels compile."""
-    return role.youngest_s is None or role.youngest_s >= min(_YOUNG_S, limits.start_s / 2)
+    return work.add(tick)
 
 
 def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions) -> Need:
@@ -148,52 +133,35 @@ def _need(role: Role, memory: PlannerMemory, seen: Seen, limits: PlannerOptions)
 
 
 def _within_budget(
-    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
+    seen: Seen, plans: Mapping[Role, RolePlan], limits: PlannerOptions
 ) -> tuple[tuple[Change, ...], dict[Role, RolePlan]]:
     """The changes that the budget allows: fewer workers, then more."""
-    first = [wish.fewer for wish in wishes.values() if wish.fewer is not None]
-    granted = _granted(seen, wishes, limits)
-    plans = dict(wishes)
-    last: list[Change] = []
-    for role, wish in wishes.items():
-        if size := granted.get(role, 0):
-            last.append(Change(role=role, kind="add", by=size, reason=plans[role].reason))
-        elif wish.add:
-            said = ""
-            if (removal := _makes_room(role, seen, wishes)) is not None:
-                first += {removal} - set(first)
-                said = f"a {removal.role.word} worker is removed for it; "
-            reason = f"no device is free within the budget; {said}{plans[role].reason}"
-            plans[role] = replace(plans[role], reason=reason)
-    return (*first, *last), plans
+    changes = [plan.change for plan in plans.values() if plan.change is not None]
+    fewer = [change for change in changes if change.by < 0]
+    more = {change.role: change for change in changes if change.by > 0}
+    granted = _granted(seen, more, limits)
+    without = {
+        role: replace(plans[role], reason=f"no device is free within the budget; {change.reason}")
+        for role, change in more.items()
+        if not granted[role]
+    }
+    added = [replace(more[role], by=number) for role, number in granted.items() if number]
+    return (*fewer, *added), {**plans, **without}
 
 
-def _makes_room(role: Role, seen: Seen, wishes: Mapping[Role, RolePlan]) -> Change | None:
-    """The removal of a worker of the other role that makes room for this one: it is due, or can be
-    borne. Where a worker drains, its device becomes free without another one's removal: its role
-    wants and gives none."""
-    for other, wish in wishes.items():
-        if other is not role and not wish.add:
-            return wish.fewer or (None if seen.manual else wish.gives)
-    return None
-
-
-def _granted(
-    seen: Seen, wishes: Mapping[Role, RolePlan], limits: PlannerOptions
-) -> dict[Role, int]:
+def _granted(seen: Seen, more: Mapping[Role, Change], limits: PlannerOptions) -> dict[Role, int]:
     """Workers to add, one for each role in turn, prefill workers first: their lack fills the KV of
     decode workers, too."""
     room = limits.budget_devices - sum(role.devices for role in seen.roles.values())
-    granted: dict[Role, int] = {}
-    taken = 0
-    open_roles = [role for role, wish in wishes.items() if wish.add]
+    granted, taken = dict.fromkeys(more, 0), 0
+    open_roles = list(more)
     while open_roles:
         for role in list(open_roles):
             counts, each = seen.roles[role].counts, seen.roles[role].devices_each
             short = counts.devices_each and taken + each > counts.devices_free
-            if taken + each > room or short or granted.get(role, 0) >= wishes[role].add:
+            if taken + each > room or short or granted[role] >= more[role].by:
                 open_roles.remove(role)
                 continue
-            granted[role] = granted.get(role, 0) + 1
+            granted[role] += 1
             taken += each
     return granted
