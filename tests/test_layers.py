@@ -54,19 +54,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_978,
-    "dynamo_lite/runtime": 6_089,
+    "dynamo_lite/protocol": 1_975,
+    "dynamo_lite/runtime": 6_099,
     "dynamo_lite/routing": 1_055,
     "dynamo_lite/transfer": 1_265,
     "dynamo_lite/request_plane": 1_860,
-    "dynamo_lite/disagg": 6_391,
+    "dynamo_lite/disagg": 6_392,
     "dynamo_lite/vllm": 6_987,
-    "dynamo_lite/forward": 4_841,
-    "dynamo_lite/planner": 2_095,
-    "dynamo_lite/serve": 5_604,
-    "dynamo_lite/cli": 2_697,
-    "tests": 54_851,
-    "tests/simulation": 7_968,
+    "dynamo_lite/forward": 4_858,
+    "dynamo_lite/planner": 1_800,
+    "dynamo_lite/serve": 5_620,
+    "dynamo_lite/cli": 2_681,
+    "tests": 54_844,
+    "tests/simulation": 7_946,
 }
 SLACK = 50
 
