@@ -304,7 +304,8 @@ class Planner:
         for role, wanted in seen.manual.items():
             one, (least, most) = seen.roles[role], bounds(self._limits, role)
             enough = one.count in (wanted, min(max(wanted, least), most))
-            if enough and not one.counts.starting:
+            # While a worker drains, the role could take the device that it frees back.
+            if enough and not (one.counts.starting or one.counts.draining):
                 found[role] = wanted
         return found
 

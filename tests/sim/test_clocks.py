@@ -16,7 +16,7 @@ _DAY_S = 86400.0
 def test_what_the_wall_clocks_of_the_hosts_show_changes_nothing(seed: int):
     """Not one callback runs at another time: not for clocks that are wrong from the beginning,
     nor for those that are set while requests are under way."""
-    # A planner takes the youngest of equally cheap workers, and skips rates of young ones.
+    # A planner takes the youngest of equally busy workers.
     drawn = replace(draw(seed), planner=None)
     faults = tuple(fault for fault in drawn.faults if fault.kind is not FaultKind.WALL_JUMP)
     right = replace(drawn, clock_skews=(), faults=faults)
