@@ -1,7 +1,7 @@
 """Which requests' first tokens a prefill engine can compute for a decode engine, exactly.
 
-Both engines compute the same logits of the last prompt token. The token is the same if it is the
-likeliest one by them, whatever the request's parameters. Others get it from the decode engine.
+Both engines compute the same logits of the last prompt token. The token of a greedy request is the
+same if no other parameter changes these logits. Others get it from the decode engine.
 """
 
 from importlib.metadata import entry_points

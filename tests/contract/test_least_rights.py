@@ -135,7 +135,7 @@ async def heard_by(url: str) -> list[bytes]:
     heard: list[bytes] = []
 
     async def hear(message: Msg) -> None:
-        # The broker says that nobody listens, or that it has stored the message.
+        # The broker reports no responders, or that it has stored the message.
         if message.data not in (b"", b"forged") and b'"stream"' not in message.data:
             heard.append(message.data)
 

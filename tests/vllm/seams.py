@@ -2,8 +2,8 @@
 
     python -m tests.vllm.seams
 
-Pyright names what is imported and not there, overridden with other parameters, called with unknown
-keywords, and read of a class that does not have it. `scripts/check` does the same for the whole
+Pyright reports missing imports, overrides with other parameters, unknown keywords in calls, and
+attributes that a class does not have. `scripts/check` does the same for the whole
 project and the vLLM that is installed.
 """
 

@@ -14,9 +14,9 @@ A claim is a lease that its writer renews. Each answer keeps the blocks for the 
 
 An attempt is withdrawn if the queue refused it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up or did not renew its claim, and
-before a claim if this engine drains or no writer claims it in time. That a writer has left or is
-silent are hints: they withdraw an attempt earlier, and never free its blocks. A renewal of a
-withdrawn attempt is refused, which tells its writer to stop.
+before a claim if this engine drains or no writer claims it in time. A writer that left or is silent
+is a hint: it withdraws an attempt earlier, and never frees the attempt's blocks. A renewal of a
+withdrawn attempt is refused, so its writer stops.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O
 and clock. Times are monotonic seconds. Safety rests on two rules: a claim holds only while the

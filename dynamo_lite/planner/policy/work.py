@@ -14,8 +14,8 @@ from statistics import fmean, linear_regression, pstdev
 _KEPT_S = 300.0
 #: Seconds over which arrivals are counted: the window of `DecodeLoad.admitted_per_s`.
 _RATE_S = 10.0
-#: Standard deviations of the measured rate, for a Poisson process. This many are left out, since
-#: the largest of many rates counts; and so many more could be chance.
+#: In standard deviations of the measured rate, for a Poisson process. The first is subtracted from
+#: the rate, because the largest rate of a window counts. The second is the doubt of the rate.
 _LEFT_OUT, _CHANCE = 0.4, 0.7
 #: A line needs so many samples, and this spread of them, as a share of their mean.
 _SAMPLES, _SPREAD = 5, 0.1
@@ -23,7 +23,7 @@ _SAMPLES, _SPREAD = 5, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """What is seen of the requests at one moment; rates in seconds. None: not known."""
+    """The load at one moment. Rates are per second. None: not known."""
 
     at: float
     admitted: float
