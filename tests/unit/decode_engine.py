@@ -18,7 +18,7 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.health import EngineStatus, Leave, decode_engine_status
+from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     Claim,
@@ -287,13 +287,6 @@ class Decode:
     async def describe(self) -> EngineStatus | None:
         reply = await self.net._on_describe(b"")
         return None if reply is None else decode_engine_status(reply)
-
-    async def leave(self, lease_id: int) -> bytes:
-        """The component with this lease announces that it shuts down."""
-        return await self.take_leave(encode(Leave(lease_id=lease_id)))
-
-    async def take_leave(self, payload: bytes) -> bytes:
-        return await self.net._on_leave(payload)
 
     def counted(self, name: str) -> float:
         return self.half.stats.data.get(name, 0)

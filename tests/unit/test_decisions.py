@@ -7,16 +7,13 @@ import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.cli.explain import as_table, json_rows
-from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,
     Explain,
-    QueueSeen,
     decode_explained,
 )
-from dynamo_lite.protocol.options import DecisionThresholds
 from tests.builders import ENGINE, ManualClock
 from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
@@ -47,23 +44,6 @@ async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, cloc
     assert (said.time_left_s, said.transferable, said.leaving) == (TIMEOUT_S, True, False)
 
 
-async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
-    decode.half.num_new_matched_tokens(prompt("r1", 10), 0)
-    assert told(decode) == []
-
-
-async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
-    decode: Decode, clock: ManualClock
-):
-    decode.tune(remote_prefill_timeout_s=1.5)
-    decode.admit(prompt("r1", 10))
-    job = await decode.job_of_step()
-    assert job.deadline == clock.wall() + 1.5
-    decode.tune(remote_prefill_timeout_s=60.0)
-    decode.pass_s(1.6)
-    assert decode.half.build_step().give_up == [(job.attempt, "r1")]
-
-
 async def test_a_remote_prefill_is_shown_with_its_stages(decode: Decode, clock: ManualClock):
     request = prompt("r1", 101)
     decode.admit(request)
@@ -89,24 +69,6 @@ async def test_a_remote_prefill_is_shown_with_its_stages(decode: Decode, clock: 
         "resume": 0.25,
     }
     decode.finish("r1")
-
-
-async def test_one_that_came_to_nothing_is_shown_as_far_as_it_came(
-    decode: Decode, clock: ManualClock
-):
-    decode.admit(prompt("r1", 10))
-    [attempt] = decode.half.build_step().expect
-    clock.now += 1
-    await decode.network()
-    clock.now += 2
-    for _ in range(int(TIMEOUT_S) - 3):
-        assert await decode.claim(attempt) == HELD
-        decode.pass_s(1)
-    decode.half.build_step()
-    [said] = told(decode)
-    assert said.asked is not None and said.asked.outcome == "deadline"
-    assert said.asked.stages_s == {"decide": 0, "queue": 3, "lost": TIMEOUT_S - 3}
-    await decode.done(attempt, "abandoned")
 
 
 async def test_what_a_writer_says_of_its_failure_is_shown(decode: Decode):
@@ -137,15 +99,6 @@ async def test_the_oldest_are_forgotten(
     assert len(decode.half.prefills.decisions) == 4
 
 
-async def test_no_more_than_the_limit_are_kept(decode: Decode):
-    for number in range(decision_log.MOST + 10):
-        decode.admit(prompt(f"r{number}", 2))
-        decode.finish(f"r{number}")
-    all_of_them = told(decode)
-    assert len(all_of_them) == decision_log.MOST
-    assert all_of_them[0].request_id == "r10"
-
-
 def taken(decode: Decode) -> list[tuple[float, int, Decision]]:
     return [(time.time() - d.age_s, 1, d) for d in told(decode)]
 
@@ -162,42 +115,3 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     assert "remote/long" in lines[1] and "local/short" in lines[2]
     told_json = json_rows(decision_view, [remote])[0]
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
-
-
-LIMITS = DecisionThresholds(
-    max_local_prefill_length=10,
-    max_prefill_queue_size=8,
-    queue_view_max_age_s=3.0,
-    remote_prefill_timeout_s=1.8,
-    max_prefill_queue_tokens=1000,
-)
-
-
-def one(reason: DecisionReason, **more: Any) -> Decision:
-    defaults: dict[str, Any] = {
-        "request_id": "r1",
-        "age_s": 1.0,
-        "prompt_tokens": 100,
-        "cached_tokens": 40,
-        "verdict": "local",
-        "queue": QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900),
-        "time_left_s": 1.25,
-        "thresholds": LIMITS,
-    }
-    return Decision(reason=reason.value, **{**defaults, **more})
-
-
-def test_a_local_verdict_takes_a_few_lines():
-    shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE))
-    assert [line.strip() for line in shown.splitlines()][1:] == [
-        "verdict  local, too_late",
-        "prompt   100 tokens, 40 of them cached here",
-        "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
-        "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
-        "outcome  computed here",
-    ]
-
-
-def test_a_queue_that_was_not_read_is_no_empty_one():
-    unread = decision_view.as_text(0.0, 1, one(DecisionReason.QUEUE_UNKNOWN, queue=None))
-    assert "  queue    not read yet" in unread.splitlines()

@@ -6,12 +6,8 @@ by the test, over the queue's and the messaging's in-process twins.
 
 import pytest
 
-from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.disagg.transfer_params import with_first_token
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.health import Leave
-from dynamo_lite.protocol.prefill import ClaimRefused, FirstTokenWanted
+from dynamo_lite.protocol.prefill import ClaimRefused
 from tests.builders import CLAIM, ENGINE, ManualClock, engine_metadata
 from tests.unit.decode_engine import (
     DEPTH,
@@ -61,25 +57,6 @@ async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
     assert job.deadline == decode.clock.wall() + TIMEOUT_S
     assert decode.counted("decision/remote/long") == 1
     assert decode.half.build_step().expect == {}
-
-
-async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: Decode):
-    request = prompt("r1", 17, kv_transfer_params=with_first_token(None))
-    decode.admit(request, 8)
-    assert (await decode.job_of_step()).first_token == FirstTokenWanted(
-        last_token_id=request.prompt_token_ids[-1], cached_tokens=8
-    )
-    decode.admit(prompt("r2", 17), 8)
-    assert (await decode.job_of_step()).first_token is None
-
-
-async def test_what_a_prefill_worker_has_computed_does_not_count_as_cached(decode: Decode):
-    for name, cached in (("r1", 8), ("r2", 0)):
-        decode.admit(prompt(name, 17), cached)
-        await decode.job_of_step()
-        decode.output(name)
-        assert decode.half.cached_tokens(name) == cached
-    assert decode.half.cached_tokens("r3") is None
 
 
 async def test_what_another_connector_can_load_counts_as_cached(decode: Decode):
@@ -144,43 +121,6 @@ async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     decode.assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("max_local", "tokens", "cached", "reason"),
-    [(4, 4, 0, "short"), (4, 12, 8, "cached"), (0, 9, 8, "cached"), (0, 1, 0, "short")],
-)
-async def test_few_uncached_tokens_are_computed_here(
-    clock: ManualClock, max_local: int, tokens: int, cached: int, reason: str
-):
-    decode = Decode(clock, max_local)
-    assert decode.admit(prompt("r1", tokens), cached) == 0
-    assert decode.half.build_step() == DecodeStep()
-    assert decode.bridge.submitted == []
-    assert decode.counted(f"decision/local/{reason}") == 1
-    decode.finish_last("r1")
-
-
-async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode):
-    assert decode.half.num_new_matched_tokens(prompt("r1", 100), 0, transferable=False)[0] == 0
-    assert decode.admit(prompt("r2", 100, prompt_token_ids=None)) == 0
-    assert decode.counted("decision/local/not_transferable") == 1
-
-
-async def test_a_burst_counts_its_own_jobs(decode: Decode):
-    decode.clock.now += 0.1
-    externals = [decode.admit(prompt(f"r{i}", 10)) for i in range(16)]
-    assert [external > 0 for external in externals] == [True] * QUEUE_SIZE + [False] * 11
-    assert decode.counted("decision/local/queue_full") == 11
-    decode.half.build_step()
-    await decode.network()
-    assert (await decode.queue.depth()).jobs == QUEUE_SIZE
-    decode.clock.now += 0.1
-    decode.output("r0", "r1")
-    decode.sees(jobs=QUEUE_SIZE - 2)
-    decode.clock.now += 0.1
-    externals = [decode.admit(prompt(f"s{i}", 10)) for i in range(4)]
-    assert [external > 0 for external in externals] == [True, True, False, False]
-
-
 async def test_a_verdict_without_blocks_is_taken_again(decode: Decode):
     """vLLM had no room: it asks again later, and nothing was begun or counted."""
     request = prompt("r1", 10)
@@ -190,18 +130,6 @@ async def test_a_verdict_without_blocks_is_taken_again(decode: Decode):
     assert decode.counted("decision/remote/long") == 0
     assert decode.counted("decision/local/queue_full") == 1
     assert decode.bridge.submitted == []
-
-
-@pytest.mark.parametrize("received", [True, False])
-async def test_a_prompt_is_decided_once(decode: Decode, received: bool):
-    """A preempted or a failed one comes back, and is computed here."""
-    await decode.ask("r1", claimed=True)
-    decode.output("r1") if received else decode.output(failed=["r1"])
-    decode.pool.free_blocks(decode.taken.pop("r1"))
-    assert decode.admit(prompt("r1", 10)) == 0
-    assert decode.half.build_step().expect == {}
-    assert decode.counted("decision/remote/long") == 1
-    assert sum(v for k, v in decode.half.stats.data.items() if k.startswith("decision")) == 1
 
 
 # How remote prefills end
@@ -254,25 +182,6 @@ async def test_a_claimed_job_keeps_its_blocks_until_its_writer_cannot_write(
     decode.assert_clean()
 
 
-async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
-    decode.admit(prompt("r1", 10))
-    decode.finish("r1")
-    expected = list(decode.half.build_step().expect.items())
-    await decode.network()
-    assert (await decode.queue.depth()).jobs == 0
-    assert decode.half.build_step().give_up == expected
-    decode.assert_clean()
-
-
-@pytest.mark.parametrize("outcome", ["failed", "abandoned"])
-async def test_a_writer_that_gives_up_hands_the_prompt_back(decode: Decode, outcome: str):
-    attempt = await decode.ask("r1", claimed=True)
-    await decode.done(attempt, outcome)
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted(f"remote/writer_{outcome}") == 1
-    decode.finish_last("r1")
-
-
 @pytest.mark.parametrize("trouble", ["full", "away", "no writer"])
 async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble: str):
     if trouble == "full":
@@ -310,18 +219,6 @@ async def test_a_claim_of_an_unknown_writer_is_refused(decode: Decode):
     assert await decode.claim(attempt) == HELD
 
 
-async def test_ranks_get_a_claim_once(decode: Decode):
-    decode.writers.members = (WRITER, 0xB)
-    attempt = await decode.ask("r1")
-    for _ in range(2):
-        assert await decode.claim(attempt) == HELD
-    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), ClaimRefused)
-    assert decode.half.build_step().claims == {attempt: CLAIM}
-    assert await decode.claim(attempt) == HELD
-    assert isinstance(await decode.claim(attempt, 0xB, CLAIM + 1), ClaimRefused)
-    assert decode.half.build_step().claims == {}
-
-
 async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     with pytest.raises(ProtocolError, match="is held under another claim"):
@@ -332,22 +229,6 @@ async def test_the_word_of_another_claim_is_dropped(decode: Decode):
     assert decode.half.build_step().give_up == []
     await decode.done(attempt, "abandoned")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
-
-
-async def test_an_engine_that_leaves_asks_for_nothing_more(decode: Decode):
-    attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
-    for foreign in (b"", encode(Leave(lease_id=2))):
-        with pytest.raises(ProtocolError):
-            await decode.take_leave(foreign)
-    assert decode.half.build_step().give_up == []
-    assert await decode.leave(1) == b""
-    assert decode.half.build_step().give_up == [(attempt, "r1")]
-    assert decode.counted("remote/leaving") == 1
-    assert decode.admit(prompt("r3", 10)) == 0
-    assert decode.counted("decision/local/leaving") == 1
-    await decode.done(claimed)
-    decode.output("r2")
-    assert decode.counted("remote/committed") == 1
 
 
 async def test_an_engine_describes_itself(decode: Decode):

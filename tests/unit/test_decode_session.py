@@ -5,16 +5,19 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.cli.decision_view import as_text
 from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
+from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import decode_params
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
-from dynamo_lite.protocol.decisions import decode_explained
+from dynamo_lite.protocol.decisions import Decision, decode_explained
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Done
+from dynamo_lite.protocol.records import LinkRecord
 from tests.builders import CLAIM, ENGINE, NAMESPACE, loop_time
 from tests.unit.decode_engine import HELD, LIMIT, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene
@@ -281,3 +284,53 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
         scene.decode.net._withdraw_queued(Outcome.LEAVING)
         await asyncio.sleep(0.1)
         assert deleted == [1, 2]
+
+
+# Prefill workers that live but do not write into this engine
+
+
+async def marks(scene: Scene, writer: int) -> None:
+    """The prefill worker does not use its link to this engine."""
+    link = LinkRecord(prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, detail="no way")
+    await scene.store.put(names.link_key(NAMESPACE, writer, ENGINE), encode_json(link))
+
+
+async def last_decision(scene: Scene) -> Decision:
+    reply = await scene.explain(last=1)
+    return decode_explained(reply).decisions[0]
+
+
+@virtual
+async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
+    scene = Scene()
+    await marks(scene, WRITER)
+    async with scene.open(WRITER):
+        assert scene.decode.admit(prompt("r1", 10)) == 0
+        assert scene.decode.counted("decision/local/no_prefill_worker") == 1
+        assert (await scene.decode.queue.depth()).jobs == 0
+        decision = await last_decision(scene)
+        assert decision.queue is not None
+        assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
+        text = as_text(1.0, 1, decision)
+        assert "0 of 1 live prefill worker usable" in text and "dynamo-lite top" in text
+        workers = scene.decode.net.workers
+        assert (len(workers.usable), workers.unusable, workers.unresponsive) == (0, 1, 0)
+
+
+@virtual
+async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
+    async with Scene().open(WRITER, OTHER) as scene:
+        await marks(scene, WRITER)
+        held, queued = await scene.ask("r1", claimed_by=OTHER), await scene.ask("r2")
+        await marks(scene, OTHER)
+        await scene.given_up_within(0.1, queued)
+        assert scene.counted("no_writer") == 1
+        assert (await scene.decode.queue.depth()).jobs == 1, "only the claimed one is left"
+        assert held not in scene.given_up, "its writer may have begun before"
+        with pytest.MonkeyPatch.context() as just_before:
+            just_before.setattr(PrefillWorkers, "usable", PrefillWorkers.responsive)
+            assert scene.decode.admit(prompt("r3", 10)) > 0
+        pushed = scene.decode.attempt_of("r3")
+        await scene.given_up_within(0.1, pushed)
+        scene.decode.output("r1")
+        assert scene.counted("committed") == 1

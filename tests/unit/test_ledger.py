@@ -57,39 +57,7 @@ def given_up(held):
     return held
 
 
-def test_writers_are_named_as_long_as_they_may_write(queued):
-    assert queued.writers == frozenset()
-    queued.claim("a", 71, WRITER, now=1.0)
-    assert queued.writers == {WRITER}
-    queued.finished("a")
-    assert (queued.quarantined, queued.writers) == (1, {WRITER})
-    queued.allocated("s", "b", 100.0)
-    queued.claim("b", 72, OTHER, now=2.0)
-    assert queued.writers == {WRITER, OTHER}
-    queued.writer_done("a", 71, Outcome.WRITER_FAILED)
-    queued.received("b")
-    assert queued.writers == frozenset()
-
-
 # QUEUED
-
-
-def test_the_deadline_of_a_queued_attempt(queued):
-    assert queued.next_due == 100.0
-    assert queued.tick(99.999) == []
-    assert queued.claim("a", 71, WRITER, now=100.0) == "past its deadline"
-    assert queued.tick(100.0) == withdrawn(Outcome.DEADLINE)
-    assert queued.tick(1000.0) == []
-    assert queued.next_due == float("inf")
-
-
-@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER])
-def test_what_no_worker_claimed_is_taken_back_when_none_will(queued, why):
-    queued.allocated("s", "b", 100.0)
-    queued.claim("b", 72, WRITER, now=1.0)
-    assert queued.withdraw_queued(why) == withdrawn(why)
-    assert queued.withdraw_queued(why) == []
-    assert queued.state("b") is AttemptState.HELD
 
 
 TAKEN_BACK = Ended("r", "a", Outcome.TAKEN_BACK, "no claim for 2.50 s")
@@ -123,11 +91,6 @@ def test_an_attempt_is_kept_while_others_are_claimed(impatient):
     assert impatient.state("b") is AttemptState.HELD
 
 
-def test_a_request_whose_time_is_up_has_reached_its_deadline(empty):
-    empty.allocated("r", "a", 12.0, queued_at=10.0, max_queue_wait_s=2.0)
-    assert empty.tick(12.0) == [Ended("r", "a", Outcome.DEADLINE), Release("a")]
-
-
 @pytest.mark.parametrize(("lane", "sequence", "queued_at", "lost"), [
     (Lane.LONG, 10, 0.0, True), (Lane.LONG, 8, 0.0, False), (Lane.SHORT, 10, 0.0, False),
     (Lane.LONG, 8, 1.0, True),  # its cluster has made the stream again
@@ -143,20 +106,6 @@ def test_a_job_that_was_delivered_before_a_claimed_one_has_lost_its_worker(
     assert queued.tick(5.0 + PASSED_S) == (withdrawn(Outcome.WRITER_LOST) if lost else [])
 
 
-@pytest.mark.parametrize("claim", [0, 71])
-def test_a_worker_may_give_a_job_back_that_it_has_not_claimed(queued, claim):
-    """Or whose claim never arrived."""
-    assert queued.writer_done("a", claim, Outcome.WRITER_FAILED, "why") == withdrawn(
-        Outcome.WRITER_FAILED, detail="why"
-    )
-
-
-def test_no_writer_can_have_written_a_queued_attempt(queued):
-    assert queued.writer_done("a", 71, None) == []
-    assert queued.received("a") == []
-    assert queued.state("a") is AttemptState.QUEUED
-
-
 # HELD
 
 
@@ -169,45 +118,7 @@ def test_a_claim_holds_as_long_as_it_is_renewed(held):
     assert held.tick(5.5 + CLAIM) == expiring(Outcome.WRITER_LOST)
 
 
-def test_what_was_received_is_over(held):
-    assert held.received("a") == [Release("a"), DeleteJob(9)]
-    assert repr(held) == "<Ledger empty>"
-    assert held.claim("a", 71, WRITER, now=2.0) == "unknown or ended attempt"
-    assert held.received("a") == held.finished("a") == held.writer_done("a", 71, None) == []
-
-
-def test_a_writer_that_has_written_is_not_waited_for(held):
-    assert held.writer_done("a", 71, None) == []
-    assert held.tick(50.0) == [], "the ranks will report it soon"
-    assert held.claim("a", 71, WRITER, now=50.0) == "written already"
-    assert held.received("a") == [Release("a"), DeleteJob(9)]
-
-
-def test_a_job_that_is_confirmed_late_is_deleted(empty):
-    empty.allocated("r", "a", 100.0)
-    empty.claim("a", 71, WRITER, now=1.0)
-    assert empty.received("a") == [Release("a")]
-    assert empty.published("a", 9, Lane.LONG) == [DeleteJob(9)]
-
-
-def test_a_writer_that_failed_leaves_nothing_to_hold(held):
-    assert held.writer_done("a", 70, Outcome.WRITER_FAILED) == [], "of another claim"
-    assert held.writer_done("a", 71, Outcome.WRITER_FAILED) == withdrawn(Outcome.WRITER_FAILED)
-
-
-def test_a_writer_that_has_written_leaves_nothing_to_hold(held):
-    assert held.writer_done("a", 71, None) == []
-    assert held.finished("a") == withdrawn(Outcome.CANCELLED)
-
-
 # EXPIRING
-
-
-@pytest.mark.parametrize("outcome", [None, Outcome.WRITER_ABANDONED])
-def test_the_writer_s_word_releases(given_up, outcome):
-    assert given_up.writer_done("a", 70, outcome) == []
-    assert given_up.writer_done("a", 71, outcome) == [Release("a")]
-    assert given_up.writer_done("a", 71, outcome) == []
 
 
 def test_the_end_of_its_claim_and_of_its_writes_releases(given_up):

@@ -89,14 +89,6 @@ def test_what_has_landed_without_a_gap_stays(writes, landed):
     assert ranks.give_up() == {"r1": landed}
 
 
-def test_what_lands_before_the_attempt_is_known_counts():
-    ranks = Ranks(known=False)
-    ranks.write(0, 1)
-    ranks.decode.settle()
-    ranks.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
-    assert ranks.give_up() == {"r1": 2}
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -117,11 +109,6 @@ def test_odd_notices_bring_nothing(odd):
     ranks.decode.mover.inbox.append(encode(notice))
     ranks.decode.settle()
     assert ranks.give_up() == {"r1": 0}
-
-
-def test_of_two_ranks_counts_what_both_have():
-    joined = WorkerReport(landed={"r1": 3, "r2": 1}).joined(WorkerReport(landed={"r1": 2, "r3": 4}))
-    assert joined.landed == {"r1": 2, "r2": 1, "r3": 4}
 
 
 # The scheduler half
@@ -196,28 +183,6 @@ async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Cac
     await engine.done(first, "abandoned")
     await engine.step()
     engine.assert_clean()
-
-
-async def test_a_short_rest_is_computed_here(engine: Caching):
-    await begin(engine)
-    await engine.lose(landed=9)
-    assert engine.cached == {"r1": 9 * BLOCK}
-    assert await engine.again(40) is None
-    assert engine.counted("decision/local/cached") == 1
-
-
-@pytest.mark.parametrize(("members", "again"), [((WRITER,), 0), ((WRITER, OTHER), 1)])
-async def test_a_writer_that_failed_is_not_the_other_one(
-    engine: Caching, members: tuple[int, ...], again: int
-):
-    """It responds, and whether its link is known to have failed by now does not matter."""
-    engine.writers.members = members
-    attempt = await begin(engine)
-    await engine.done(attempt, "failed")
-    assert engine.half.build_step().give_up
-    engine.output(failed=["r1"])
-    assert engine.counted("resume/writer_lost") == again
-    assert engine.counted("resume/no_other") == 1 - again
 
 
 async def test_no_prompt_asks_more_often_than_allowed(engine: Caching):

@@ -8,7 +8,6 @@ import pytest
 
 from dynamo_lite.disagg.decode.single_flight import min_shared_tokens, pays
 from dynamo_lite.protocol.options import DisaggOptions
-from tests.builders import ManualClock
 from tests.unit.decode_engine import BLOCK, HELD, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -95,18 +94,6 @@ async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any)
     decode.assert_clean()
 
 
-async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, caplog: Any):
-    """The last token is computed here, and its block with it if it is full then."""
-    caplog.set_level(logging.INFO)
-    await leads(decode, sibling("r1", 40))
-    follower = sibling("r2", 41)
-    assert asks(decode, follower) == WAITS
-    assert (
-        "request r2: waits for the remote prefill of r1, which brings 36 of 41 tokens"
-        in caplog.text
-    )
-
-
 async def test_another_prompt_does_not_wait(decode: Decode):
     await leads(decode, sibling("r1"))
     assert asks(decode, sibling("r2", of="b")) == (39, True)
@@ -121,26 +108,6 @@ async def test_a_full_queue_lets_siblings_wait_rather_than_compute(decode: Decod
     decode.sees(jobs=QUEUE_SIZE)
     assert asks(decode, sibling("r2")) == WAITS
     assert asks(decode, sibling("r3", of="b")) == (0, False)
-
-
-async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(
-    decode: Decode, caplog: Any
-):
-    caplog.set_level(logging.INFO)
-    await leads(decode, sibling("long", 100, shared=20))
-    await leads(decode, sibling("short", 40, shared=20))
-    assert asks(decode, sibling("r1", 36, shared=20)) == WAITS
-    assert (
-        "request r1: waits for the remote prefill of short, which brings 20 of 36 tokens"
-        in caplog.text
-    )
-
-
-async def test_in_an_engine_without_prefix_cache_no_request_waits():
-    decode = Decode(ManualClock(), hash_block_size=None)
-    async with decode.queue:
-        await leads(decode, sibling("r1"))
-        assert asks(decode, sibling("r2")) == (39, True)
 
 
 # Leaders that fail, and requests that end
@@ -184,13 +151,3 @@ async def test_no_follower_waits_longer_than_the_leader(decode: Decode):
     decode.output(failed=["r1"])
     assert decode.admit(follower) == 39
     assert decode.counted("single_flight/miss") == 1
-
-
-async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):
-    await leads(decode, sibling("r1"))
-    follower = sibling("r2")
-    assert asks(decode, follower) == WAITS
-    decode.output("r1")
-    assert decode.admit(follower, cached=36) == 0
-    await leads(decode, sibling("r3"))
-    assert asks(decode, follower) == (0, False)
