@@ -41,7 +41,7 @@ from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.twins.servers import MemoryMessaging, MemoryStore
 
 LEASE = 0xBEEF
-BLOCK, POOL = 4, 16
+POOL = 16
 TARGET = engine_metadata(lease_id=7, num_blocks=POOL, ranks=(rank_metadata(),))
 #: For how long the decode engine's answers extend claims.
 CLAIM_S = 3.0
@@ -90,8 +90,6 @@ class ScriptedEngine:
         self.holds = False
         #: Whether an abandoned attempt ends at once; else its writes are still in flight.
         self.drains = True
-        #: The first token, if it gives one.
-        self.samples: int | None = None
         self.ends: dict[str, asyncio.Future[str]] = {}
 
     async def prefill(
@@ -107,8 +105,6 @@ class ScriptedEngine:
         assert self.open(job.attempt), "it computes before its claim is held"
         if self.raises is not None:
             raise self.raises
-        if self.samples is not None:
-            await on_first_token(self.samples)
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         if not self.holds:
             end.set_result("written" if self.open(job.attempt) else "abandoned")

@@ -174,27 +174,6 @@ async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(r
     await rig.marked("d1", "d3")
 
 
-async def test_a_job_may_come_before_the_store_shows_its_engine(rig: Rig):
-    rig.engine.unfit = {"d1"}
-    await rig.add("d1")
-    two, other = await rig.add("d2"), await rig.add("unreadable")
-    assert await rig.links.of("d9") is None
-    found = [await rig.links.of(engine_id) for engine_id in ("d1", "d2", "unreadable")]
-    assert [(link.mark, link.reads) for link in found if link] == [
-        (UNFIT, False),
-        ("", True),
-        ("", False),
-    ]
-    assert [link.target for link in found[1:] if link] == [two, other]
-    await rig.run()
-    await rig.marked("d1")
-    rig.store.set_available(False)
-    assert (await rig.links.of("d2")) is (await rig.links.of("d2"))
-    with pytest.raises(StoreUnavailable):
-        await rig.links.of("d9")
-    rig.store.set_available(True)
-
-
 @pytest.mark.parametrize(
     "raw",
     [
@@ -215,21 +194,6 @@ async def test_a_malformed_record_raises(rig: Rig, raw: bytes):
         await rig.links.of("d1")
     await rig.add("d1")
     await eventually(lambda: "d1" in rig.links._links)
-
-
-async def test_the_mark_goes_when_the_engine_has_left(rig: Rig):
-    rig.engine.unfit = {"d3"}
-    for number in (1, 2, 3):
-        await rig.add(f"d{number}", number)
-    await rig.run()
-    rig.links.broke("d1", RESET)
-    rig.links.broke("d2", RESET)
-    await rig.marked("d1", "d2", "d3")
-    await rig.leave("d1")
-    await rig.marked("d2", "d3")
-    await rig.leave("d2")
-    await rig.leave("d3")
-    await rig.marked()
 
 
 async def test_the_mark_of_an_engine_that_comes_back_stays(
@@ -293,18 +257,6 @@ async def test_a_store_that_is_back_tells_who_left(rig: Rig):
     await rig.add("d1")  # by its engine, which has lost its key
     await eventually(lambda: "d1" in rig.links._links)
     assert rig.mark("d1") == ""
-
-
-async def test_a_mark_that_ends_in_an_outage_does_not_stay_in_the_store(rig: Rig):
-    links = rig.made(Backoff(first_s=0.1))
-    await rig.add("d1")
-    await rig.run(links)
-    links.broke("d1", RESET)
-    await rig.marked("d1")
-    rig.store.set_available(False)
-    await eventually(lambda: not rig.mark("d1", links))
-    rig.store.set_available(True)
-    await rig.marked()
 
 
 async def test_it_is_hopeless_while_no_engine_can_be_given_kv_and_says_where_it_fits_none(rig: Rig):

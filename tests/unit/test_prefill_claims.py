@@ -24,19 +24,6 @@ REFUSED = ClaimRefused(reason="withdrawn")
 
 
 @virtual
-async def test_a_claim_that_is_not_answered_is_made_again():
-    async with working() as rig:
-        rig.answers = [None, None]
-        await rig.push(prefill_job())
-        await rig.acked()
-        assert rig.told == [("a1", "written")]
-        assert [claim.claim for claim in rig.claims] == [1, 1, 1]
-        first = rig.heard[0][0]
-        assert [at - first for at, _ in rig.heard] == pytest.approx([0.0, 1.0, 2.0], abs=0.01)
-        assert rig.engine.attempts == ["a1"]
-
-
-@virtual
 async def test_a_claim_that_is_never_answered_is_given_back():
     """It may hold, and would block others."""
     async with working() as rig:
@@ -81,16 +68,6 @@ async def test_a_job_whose_engine_does_not_listen_is_handed_back_soon():
         assert (rig.engine.attempts, rig.counted("abandoned")) == ([], 1)
 
 
-@virtual
-async def test_an_engine_that_listens_again_in_time_gets_its_claim():
-    async with working(serving=False) as rig:
-        await rig.push(prefill_job())
-        await asyncio.sleep(0.3)
-        async with rig.messaging.serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim):
-            await rig.acked()
-        assert rig.told == [("a1", "written")]
-
-
 @pytest.mark.parametrize("answer", [REFUSED, b"", b"\xff", b"\x80"])
 async def test_a_job_is_not_computed_without_a_claim(answer: ClaimRefused | bytes):
     """The end is reported: an answer before the refusal may have been lost."""
@@ -102,22 +79,6 @@ async def test_a_job_is_not_computed_without_a_claim(answer: ClaimRefused | byte
         assert rig.told == [("a1", "abandoned")] and rig.done[0].claim == rig.claims[0].claim
         assert rig.counted("refused") == 1
         assert await rig.total() == 0
-
-
-@virtual
-async def test_a_claim_counts_from_when_it_was_sent():
-    may_answer = asyncio.Event()
-    async with working() as rig:
-        rig.on_claim = may_answer.wait
-        rig.engine.holds = True
-        await rig.push(prefill_job())
-        await eventually(lambda: rig.claims)
-        asked_at, _ = rig.heard[0]
-        await asyncio.sleep(0.9)
-        may_answer.set()
-        await eventually(lambda: rig.engine.ends)
-        assert rig.engine.until("a1") == pytest.approx(asked_at + CLAIM_S, abs=1e-3)
-        rig.engine.ends["a1"].set_result("written")
 
 
 # Renewals
@@ -205,24 +166,6 @@ async def test_a_claim_that_is_not_renewed_runs_out_and_its_job_is_abandoned(how
 
 
 @virtual
-async def test_a_claim_survives_answers_that_get_lost_for_less_than_it_holds():
-    async with working() as rig:
-        await rig.begin(prefill_job())
-        rig.answers = [None]
-        await asyncio.sleep(2.5)
-        assert rig.engine.open("a1")
-        rig.messaging.set_connected(False)
-        await asyncio.sleep(1.0)
-        rig.messaging.set_connected(True)
-        for _ in range(10):
-            await asyncio.sleep(0.5)
-            assert rig.engine.open("a1")
-        rig.engine.ends["a1"].set_result("written")
-        await rig.acked()
-        assert rig.told == [("a1", "written")] and rig.engine.abandoned == []
-
-
-@virtual
 async def test_a_worker_that_stood_still_for_longer_than_its_claim_abandons_the_job():
     """Its decode engine may have given the blocks to others: nothing is written on."""
     async with working() as rig:
@@ -283,18 +226,3 @@ async def test_a_leaving_worker_goes_on_renewing_and_finishes_what_it_has_begun(
         await rig.acked(2)
         assert sorted(rig.told) == [("a1", "written"), ("a2", "written")]
         assert rig.jobs.idle.is_set()
-
-
-@virtual
-async def test_a_leaving_worker_abandons_what_its_engine_does_not_want():
-    async with working(runners=2) as rig:
-        for attempt in ("a1", "a2"):
-            await rig.begin(prefill_job(attempt))
-        rig.answers = [REFUSED]
-        await rig.jobs.stop()
-        await eventually(lambda: rig.engine.abandoned)
-        [abandoned] = rig.engine.abandoned
-        [other] = {"a1", "a2"} - {abandoned}
-        await asyncio.sleep(5)
-        assert rig.engine.open(other) and rig.told == [(abandoned, "abandoned")]
-        rig.engine.ends[other].set_result("written")

@@ -12,10 +12,6 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import (
     Claim,
-    ClaimRefused,
-    FirstToken,
-    FirstTokenWanted,
-    decode_first_token,
 )
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job, process_spec
@@ -47,55 +43,6 @@ async def test_a_written_job_is_claimed_reported_and_acknowledged():
         assert rig.engine.cells["a1"].claim == claim.claim
         assert await rig.total() == 0
         assert rig.counted("written") == 1
-
-
-async def test_each_job_has_a_claim_and_a_cell_of_its_own():
-    async with working(runners=2) as rig:
-        await rig.begin(prefill_job("a1"))
-        await rig.begin(prefill_job("a2"))
-        cells = rig.engine.cells
-        assert cells["a1"].index != cells["a2"].index and cells["a1"].claim != cells["a2"].claim
-        for attempt in ("a1", "a2"):
-            rig.engine.ends[attempt].set_result("written")
-        await rig.acked(2)
-        # They are used again for other jobs, whose claims are others.
-        await rig.begin(prefill_job("a3"))
-        assert cells["a3"].index in (cells["a1"].index, cells["a2"].index)
-        assert cells["a3"].claim not in (cells["a1"].claim, cells["a2"].claim)
-        assert rig.engine.open("a3") and not rig.engine.open("a1") and not rig.engine.open("a2")
-        rig.engine.ends["a3"].set_result("written")
-
-
-async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ended():
-    wanted = FirstTokenWanted(last_token_id=10, cached_tokens=4)
-    got: list[bytes] = []
-
-    async def take(payload: bytes) -> None:
-        assert not rig.done
-        got.append(payload)
-
-    async with working() as rig:
-        rig.engine.samples, rig.engine.holds = 7, True
-        subject = names.first_token_subject(NAMESPACE, ENGINE)
-        async with rig.messaging.serve(subject, take):
-            await rig.push(prefill_job(first_token=wanted))
-            await eventually(lambda: got)
-            first = FirstToken(request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4)
-            assert decode_first_token(got[0]) == first
-            rig.engine.ends["a1"].set_result("written")
-            await rig.acked()
-        assert (len(got), rig.told) == (1, [("a1", "written")])
-
-
-@pytest.mark.parametrize("outcome", ["failed", "abandoned"])
-async def test_a_job_that_is_not_written_is_reported_as_such_and_leaves_the_queue(outcome: str):
-    """The owner of its request decides what comes next."""
-    async with computing() as rig:
-        rig.engine.ends["a1"].set_result(outcome)
-        await rig.acked()
-        assert rig.told == [("a1", outcome)]
-        assert rig.done[0].claim == rig.claims[0].claim
-        assert (await rig.total(), rig.counted(outcome)) == (0, 1)
 
 
 async def test_a_job_that_cannot_be_looked_up_because_the_store_is_away_is_handed_back():
@@ -148,48 +95,6 @@ async def test_an_end_that_cannot_be_reported_is_reported_when_the_broker_is_bac
         rig.messaging.set_connected(True)
         await rig.acked()
         assert rig.told == [("a1", "failed")]
-
-
-@virtual
-async def test_a_job_that_can_neither_be_reported_nor_answered_ends_with_its_claim():
-    """Its decode engine waits for the end of the claim, and deletes the job."""
-    async with computing() as rig:
-        rig.messaging.set_connected(False)
-        rig.broker.set_connected(False)
-        rig.engine.ends["a1"].set_result("written")
-        await rig.acked()
-        rig.messaging.set_connected(True)
-        rig.broker.set_connected(True)
-        assert rig.done == []
-        assert await rig.total() == 1
-        rig.engine.holds = False
-        await rig.push(prefill_job("a2"))
-        await rig.acked(2)
-        assert rig.told == [("a2", "written")]
-
-
-async def test_a_job_of_another_version_is_reported_to_its_engine():
-    async with working() as rig:
-        await rig.push(prefill_job(wire_version=WIRE_VERSION + 1))
-        await rig.acked()
-        assert rig.told == [("a1", "failed")]
-        assert rig.done[0].claim == 0
-        assert f"unsupported wire version {WIRE_VERSION + 1}:" in rig.done[0].detail
-        assert rig.claims == []
-
-
-async def test_a_job_that_is_there_twice_is_written_by_one_claim():
-    """A decode engine lets one claim hold, and refuses all others."""
-    async with working(runners=2) as rig:
-        await rig.begin(prefill_job())
-        rig.answers = [ClaimRefused(reason="claimed by another writer")]
-        await rig.push(prefill_job())
-        await rig.acked()
-        assert rig.engine.attempts == ["a1"]
-        assert [done.claim for done in rig.done] == [2]
-        rig.engine.ends["a1"].set_result("written")
-        await rig.acked(2)
-        assert [(done.claim, done.outcome) for done in rig.done[1:]] == [(1, "written")]
 
 
 # What is no job
@@ -257,29 +162,7 @@ async def test_an_engine_whose_record_the_store_has_lost_gets_a_report():
         assert rig.counted("engine_gone") == 1
 
 
-async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
-    async with working() as rig:
-        await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), b"{}")
-        await rig.push(prefill_job())
-        await rig.acked()
-        assert (rig.claims, rig.told) == ([], [("a1", "failed")])
-        assert rig.counted("malformed") == 1
-
-
 # Leaving
-
-
-async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
-    async with computing() as rig:
-        await rig.push(prefill_job("a2"))
-        await rig.jobs.stop()
-        assert not rig.jobs.idle.is_set()
-        rig.engine.ends["a1"].set_result("written")
-        await rig.jobs.idle.wait()
-        await rig.acked()
-        assert rig.engine.attempts == ["a1"]
-        assert rig.told == [("a1", "written")]
-        assert await rig.total() == 1
 
 
 async def test_jobs_that_were_delivered_and_not_begun_are_handed_back_unclaimed():
