@@ -170,28 +170,6 @@ def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
     finish(write, target.mover)
 
 
-def test_several_writes_at_once_are_each_reported(parties):
-    source, target = parties
-    writes = [source.write(target, (i * 64, 64), notice=b"%d" % i) for i in range(SIZE // 64)]
-    arrived: list[bytes] = []
-    for write in writes:
-        arrived += finish(write, target.mover)
-    until(lambda: len(arrived) == len(writes) or arrived.extend(target.mover.notices()))
-    assert sorted(arrived, key=int) == [b"%d" % i for i in range(len(writes))]
-    np.testing.assert_array_equal(target.buffer, source.buffer)
-
-
-def test_two_peers_may_write_into_each_other(parties):
-    left, right = parties
-    right.mover.add_peer("left", left.mover.metadata())
-    there = left.write(right, (0, 64), notice=b"there")
-    back = right.write(left, (64, 64), peer="left")
-    assert finish(there, right.mover, notices=1) == [b"there"]
-    finish(back, left.mover)
-    np.testing.assert_array_equal(right.buffer[:64], np.arange(64))
-    np.testing.assert_array_equal(left.buffer[64:128], np.full(64, 2))
-
-
 @pytest.mark.parametrize(
     "wrong", ["local", "remote", "lengths", "counts", "empty", "past the end", "peer"]
 )

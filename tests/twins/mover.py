@@ -1,7 +1,7 @@
 """The mover's in-process twin: the same contract by plain memory copies."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
@@ -36,14 +36,18 @@ class MemoryTransfer(LocalTransfer):
 
 
 class MemoryMover(LocalMover):
-    """hold: whether the transfers that it starts stay under way."""
+    """hold: whether the transfers that it starts stay under way. broken: peers into which a write
+    fails. removed: peers. polls: how often it was asked for notices."""
 
     hold = False
+    broken: Collection[str] = ()
 
     def __init__(self, fabric: MemoryFabric, name: str):
         super().__init__(fabric.agents)
         self._fabric, self._name = fabric, name
         self._spans: list[tuple[int, int]] = []
+        self.removed: list[str] = []
+        self.polls = 0
         fabric.agents[self.metadata()] = self
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
@@ -57,6 +61,10 @@ class MemoryMover(LocalMover):
             raise TransferError(peer, f"its metadata was not accepted: no agent {metadata!r}")
         super().add_peer(peer, metadata)
 
+    def remove_peer(self, peer: str) -> None:
+        self.removed.append(peer)
+        super().remove_peer(peer)
+
     def write(
         self,
         peer: str,
@@ -66,6 +74,8 @@ class MemoryMover(LocalMover):
         memory: tuple[str, str],
         notice: bytes = b"",
     ) -> MemoryTransfer:
+        if peer in self.broken:
+            raise TransferError(peer, "connection reset")
         target, copies = self.match(peer, local, remote)
         return self._started(MemoryTransfer(peer, target, copies, notice))
 
@@ -86,6 +96,7 @@ class MemoryMover(LocalMover):
             transfer.held = False
 
     def notices(self) -> list[bytes]:
+        self.polls += 1
         for transfer in self.transfers:
             if transfer.failure == REMOVED:
                 transfer.land()

@@ -1,6 +1,5 @@
 """Models with several KV groups: each group has its own table of blocks, in the same memory."""
 
-import numpy as np
 import pytest
 from msgspec import structs
 
@@ -8,7 +7,6 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import NULL_BLOCK
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
-from dynamo_lite.transfer.block_map import descriptors, maps_of
 from dynamo_lite.transfer.sharding import join
 from tests.builders import prefill_job
 from tests.twins.mover import MemoryFabric
@@ -103,15 +101,6 @@ def of_rank(*regions: KvRegion, agent: bytes = b"") -> RankMetadata:
     return RankMetadata(agent=agent, memory="DRAM", device=0, regions=regions)
 
 
-def test_layers_of_two_groups_lie_at_one_address():
-    pairs = [(region(group, f"{group}"), region(group, f"{group}", 4096)) for group in (0, 1)]
-    maps = maps_of(pairs, (0, 0))
-    local, remote = descriptors(maps, [([1, 2], [3, 4]), ([7], [9])])
-    assert (local[:, 0] // BLOCK_BYTES).tolist() == [1, 7]
-    assert ((remote[:, 0] - np.uint64(4096)) // BLOCK_BYTES).tolist() == [3, 9]
-    assert local[:, 1].tolist() == remote[:, 1].tolist() == [2 * BLOCK_BYTES, BLOCK_BYTES]
-
-
 def test_groups_that_differ_are_refused():
     here, there = [of_rank(region(0), region(1, "1"))], [of_rank(region(0), region(2, "1"))]
     with pytest.raises(IncompatiblePeer, match="layer 1 is in KV group 1 here, 2 there"):
@@ -188,4 +177,4 @@ def test_a_rank_without_layers_that_need_the_blocks_writes_nothing(engines):
     write = blocks([1, 2], [3, 4])
     write.other_groups = [([], [])]
     prefill.step(write, targets=targets(decode), ended=[("p-a1", True)])
-    assert prefill.mover.started == [] and prefill.ended() == ({"p-a1"}, {})
+    assert prefill.mover.transfers == [] and prefill.ended() == ({"p-a1"}, {})

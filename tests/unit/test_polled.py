@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.transfer import polled
 from dynamo_lite.transfer.base import PollLimit
@@ -121,25 +120,6 @@ def switches(mover: PolledMover) -> int:
     return int(line.split()[1])
 
 
-def test_a_transfer_ends_while_its_owner_does_something_else(open_mover):
-    wire = Wire(polls=20)
-    transfer = write(open_mover(wire))
-    eventually(lambda: wire.transfers[0].polled == 20, "the thread has polled it to its end")
-    assert transfer.done()
-    assert wire.transfers[0].polled == 20
-
-
-def test_a_failure_that_the_thread_sees_reaches_the_owner_as_often_as_it_asks(open_mover):
-    wire = Wire(polls=1 << 30)
-    transfer = write(open_mover(wire))
-    wire.transfers[0].failure = TransferError("d", "connection reset")
-    eventually(lambda: transfer.over, "the thread has seen the failure")
-    for _ in range(2):
-        with pytest.raises(TransferError) as failure:
-            transfer.done()
-        assert (failure.value.peer, failure.value.detail) == ("d", "connection reset")
-
-
 class Limit(PollLimit):
     """left: how many looks find the limit ahead; the others find that it has passed."""
 
@@ -150,15 +130,6 @@ class Limit(PollLimit):
     def until(self) -> float:  # type: ignore[override]
         self.left -= 1
         return math.inf if self.left >= 0 else 0.0
-
-
-def test_nothing_is_moved_on_behind_the_limit(open_mover):
-    limit, wire = Limit(0), Wire()
-    transfer = write(open_mover(wire, limit=limit))
-    eventually(lambda: limit.left < -3, "the thread has looked at the limit")
-    assert wire.transfers[0].polled == 0
-    limit.left = math.inf
-    eventually(lambda: transfer.over, "it goes on when the limit is ahead again")
 
 
 def test_the_limit_is_a_time_of_the_clock_that_goes_on_while_the_host_is_suspended(
@@ -232,15 +203,6 @@ def test_the_thread_stops_reading_notices_when_none_were_asked_for_a_while(open_
     assert mover.notices() == [b"late"], "the owner's own call reads it"
 
 
-def test_a_writer_reads_no_notices_between_its_steps(open_mover):
-    wire = Wire(polls=10)
-    mover = open_mover(wire, listen_s=0)
-    mover.notices()
-    transfer = write(mover)
-    eventually(lambda: transfer.over and asleep(mover), "the thread sleeps")
-    assert wire.looks == 1
-
-
 def test_owner_and_thread_are_never_in_the_wrapped_mover_at_once(open_mover):
     wire = Wire(polls=200)
     mover = open_mover(wire)
@@ -271,15 +233,6 @@ def test_the_process_ends_with_its_thread(open_mover, caplog, enter, why):
     mover.thread.join(WAIT_S)
     assert ended.is_set() and not transfer.over
     assert why in caplog.text and "exit code 70" in caplog.text
-
-
-def test_the_thread_enters_before_it_polls(open_mover):
-    entered: list[str] = []
-    wire = Wire()
-    mover = open_mover(wire, enter=lambda: entered.append(threading.current_thread().name))
-    transfer = write(mover)
-    eventually(lambda: transfer.over, "the write has ended")
-    assert entered == ["kv-transfer"]
 
 
 def test_closing_ends_the_thread_and_then_the_mover():

@@ -16,7 +16,6 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from tests.builders import HELD, PREFILL_ROLE, always_held, engine_config, engine_metadata
@@ -89,7 +88,7 @@ def test_a_prefix_whose_claim_does_not_hold_is_not_read(prefill, decode, how):
     prefill.step(reads=[read([3], [8], cell=cell)], targets=targets(decode))
     assert of(prefill) == (set(), {"p-a1"})
     assert of(prefill) == (set(), set())
-    assert prefill.mover.started == [] and own(prefill)[3] == 103
+    assert prefill.mover.transfers == [] and own(prefill)[3] == 103
     assert prefill.rank.stats.take() == {}
 
 
@@ -104,17 +103,6 @@ def test_what_was_read_after_the_end_of_its_claim_is_not_used(prefill, decode):
     assert of(prefill) == (set(), {"p-a1"})
 
 
-def test_what_was_read_while_its_claim_was_renewed_is_used(prefill, decode):
-    prefill.mover.hold = True
-    opened = prefill.claim(for_s=3.0)
-    prefill.step(reads=[read([3], [8], cell=opened.cell)], targets=targets(decode))
-    prefill.now += 2.0
-    opened.hold_until(prefill.now + 3.0)
-    prefill.now += 2.0
-    prefill.mover.let_go()
-    assert of(prefill) == ({"p-a1"}, set())
-
-
 def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
     prefill.mover.hold = True
     opened = prefill.claim(for_s=3.0)
@@ -124,7 +112,7 @@ def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
         prefill.now += 60.0
         return True
 
-    prefill.mover.started[0].done = stand_still
+    prefill.mover.transfers[0].done = stand_still
     assert of(prefill) == (set(), {"p-a1"})
 
 
@@ -143,7 +131,7 @@ def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
     """Until its peer is removed it may still change its blocks."""
     prefill.mover.hold = True
     prefill.step(blocks([1], [2], attempt="a2"), reads=[read([3], [8])], targets=targets(decode))
-    prefill.mover.started[0].failure = "no route"
+    prefill.mover.transfers[0].failure = "no route"
     assert of(prefill) == (set(), set()) and prefill.mover.removed == []
     report = prefill.rank.report()
     assert report is not None and "no route" in report.broken["e1"]
@@ -282,32 +270,6 @@ def test_little_or_nothing_is_not_read(half: Half, prefix, cached):
     assert half.step().reads == []
 
 
-def test_what_was_lost_is_computed(half: Half):
-    job = half.job()
-    assert half.admit(job) == 16
-    half.step()
-    half.half.worker_output(RankResults(lost={"a1"}), None)
-    assert half.admit(job) == 0
-    [write] = half.step(a1=26).writes
-    assert (write.local_ids, write.first) == ([4, 5, 6], 0)
-
-
-def test_parameters_are_checked_when_a_job_arrives(half: Half):
-    job = half.job()
-    job.kv_transfer_params["prefix_block_ids"] = [1, "2"]
-    with pytest.raises(ProtocolError, match=r"request a1: .* at `\$\.prefix_block_ids\[1\]`"):
-        half.admit(job)
-
-
-def test_a_job_that_is_stopped_before_its_first_step_is_abandoned(half: Half):
-    seen, unseen = half.job("a1"), half.job("a2")
-    half.half.num_new_matched_tokens(seen, 0)
-    for job in (seen, unseen):
-        assert half.half.request_finished(job) is False
-    assert half.told() == [["a1", "abandoned", ""], ["a2", "abandoned", ""]]
-    assert not half.half.busy
-
-
 def test_the_end_of_a_stopped_job_is_reported_when_its_read_has_ended(half: Half):
     job = half.job()
     half.admit(job)
@@ -317,17 +279,6 @@ def test_the_end_of_a_stopped_job_is_reported_when_its_read_has_ended(half: Half
     half.half.worker_output(RankResults(received={"a1"}), None)
     assert half.told() == [["a1", "abandoned", ""]]
     assert not half.half.busy
-
-
-def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes(half: Half):
-    job = half.job()
-    half.admit(job)
-    half.step()
-    half.half.worker_output(RankResults(received={"a1"}), None)
-    assert half.half.request_finished(job) is True
-    assert half.step().ended == [("a1", False)]
-    half.half.worker_output(RankResults(sent={"a1"}), None)
-    assert half.told() == [["a1", "abandoned", ""]]
 
 
 def change(job: Any, **more: Any) -> None:

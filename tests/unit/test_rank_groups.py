@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, LATE, MISMATCH
+from dynamo_lite.disagg.counters import BYTES, MISMATCH
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -22,7 +22,6 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.runtime.claim_cells import Until
 from tests.builders import ManualClock, always_held, block_write, engine_metadata, expecting
@@ -36,33 +35,10 @@ LOCAL, REMOTE = [5, 1, 2], [0, 1, 6]
 SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]
 
 
-class Mover(MemoryMover):
-    """broken: peers that a write into which fails. peers: those that it knows."""
-
-    broken: frozenset[str] = frozenset()
-
-    def __init__(self, fabric: MemoryFabric, name: str):
-        super().__init__(fabric, name)
-        self.peers = set[str]()
-
-    def add_peer(self, peer, metadata):
-        super().add_peer(peer, metadata)
-        self.peers.add(peer)
-
-    def remove_peer(self, peer):
-        super().remove_peer(peer)
-        self.peers.discard(peer)
-
-    def write(self, peer, local, remote, *, memory, notice=b""):
-        if peer in self.broken:
-            raise TransferError(peer, "connection reset")
-        return super().write(peer, local, remote, memory=memory, notice=notice)
-
-
 class Posing:
     """A mover whose commits say something else."""
 
-    def __init__(self, mover: Mover, **said: int):
+    def __init__(self, mover: MemoryMover, **said: int):
         self._mover, self._said = mover, said
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +56,7 @@ class Group:
     def __init__(self, fabric, name: str, shape: Shape, heads: int, *, truth: bool):
         count = shape.tensor * shape.pipeline
         self.name = name
-        self.movers = [Mover(fabric, f"{name}-{rank}") for rank in range(count)]
+        self.movers = [MemoryMover(fabric, f"{name}-{rank}") for rank in range(count)]
         self.engine = ShardedEngine(shape, heads, BLOCKS, dict(enumerate(self.movers)), truth=truth)
         self.own = self.engine.ranks
 
@@ -177,30 +153,6 @@ def test_all_ranks_receive_what_one_would_have(here, there, heads):
     assert moved == per_block * len(REMOTE), "each byte once"
 
 
-def test_a_rank_waits_for_all_its_writers():
-    prefill, decode = pair(Shape(tensor=2), Shape())
-    decode.expect()
-    prefill.write(decode.metadata(), ranks=[1])
-    assert decode.settle() == [(set(), set())]
-    prefill.write(decode.metadata(), ranks=[0])
-    assert decode.settle() == [({"r-a1"}, set())]
-    decode.check()
-
-
-def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
-    """Each rank reports once. The engine continues when all have reported, and computes if one
-    has lost the KV."""
-    prefill, decode = pair(Shape(pipeline=2), Shape(pipeline=2))
-    decode.expect()
-    prefill.write(decode.metadata(), ranks=[0])
-    assert decode.settle() == [({"r-a1"}, set()), (set(), set())]
-    gone = DecodeStep(give_up=[("a1", "r-a1")])
-    assert decode.settle(gone) == [(set(), set()), (set(), {"r-a1"})]
-    prefill.write(decode.metadata(), ranks=[1])
-    assert decode.settle() == [(set(), set())] * 2
-    assert decode.ranks[1].stats.take()[LATE] == 2
-
-
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_commit_that_does_not_fit_is_reported_only_when_no_rank_writes_any_more(wrong, caplog):
     prefill, decode = pair(Shape(tensor=2), Shape())
@@ -225,24 +177,6 @@ def test_a_share_that_no_rank_brought_is_missed(caplog):
     assert "layer 0: bytes" in caplog.text
 
 
-def test_a_failed_write_into_one_rank_fails_the_attempt():
-    prefill, decode = pair(Shape(), Shape(tensor=2))
-    decode.expect()
-    prefill.movers[0].broken = frozenset({"d/1"})
-    prefill.write(decode.metadata())
-    sent, failures = prefill.ended()
-    assert sent == [{"p-a1"}]
-    assert "engine d/1: connection reset" in failures["p-a1"]
-    prefill.movers[0].broken = frozenset()
-    assert decode.settle() == [(set(), set())] * 2
-
-    # It is met again.
-    decode.expect("a2")
-    prefill.write(decode.metadata(), "a2")
-    assert prefill.ended() == ([{"p-a2"}], {})
-    assert decode.settle() == [({"r-a2"}, set())] * 2
-
-
 @pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
 def test_a_cell_that_shuts_between_two_ranks_of_a_write_stops_the_second(looks):
     """It is looked at before each of them."""
@@ -256,16 +190,6 @@ def test_a_cell_that_shuts_between_two_ranks_of_a_write_stops_the_second(looks):
     # One look for the write, and one for each rank; the next write has its own.
     assert written == [looks > 1, looks > 2]
     assert decode.settle() == [(set(), set())] * 2
-
-
-def test_what_cannot_be_mapped_is_refused_before_any_write():
-    fabric = MemoryFabric()
-    prefill = Prefill(fabric, Shape(heads_first=False, opaque=True))
-    decode = Decode(fabric, Shape(tensor=2, heads_first=False, opaque=True))
-    prefill.write(decode.metadata())
-    _, failures = prefill.ended()
-    assert "peer not usable" in failures["p-a1"] and "cannot be cut" in failures["p-a1"]
-    assert all(not shard.blocks.any() for rank in decode.engine.shards for shard in rank)
 
 
 # What of a lost attempt enters the prefix cache

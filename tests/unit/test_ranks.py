@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, LATE, MISMATCH, SECONDS, STOPPED
+from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, DROPPED, LATE, SECONDS, STOPPED
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -21,7 +21,7 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Written, decode_written
+from dynamo_lite.protocol.prefill import Written
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells, OpenCell
 from dynamo_lite.runtime.clock import Clock
@@ -32,24 +32,6 @@ from tests.twins.mover import MemoryFabric, MemoryMover, MemoryTransfer
 BLOCKS, BLOCK_BYTES, WAIT_S = 32, 64, 20.0
 #: For how long writes go on after the end of their claim.
 MOVE_S = 6.0
-
-
-class Wire(MemoryMover):
-    """A mover that counts. removed: peers."""
-
-    def __init__(self, fabric: MemoryFabric, name: str):
-        super().__init__(fabric, name)
-        self.started = self.transfers
-        self.removed: list[str] = []
-        self.polls = 0
-
-    def remove_peer(self, peer):
-        self.removed.append(peer)
-        super().remove_peer(peer)
-
-    def notices(self):
-        self.polls += 1
-        return super().notices()
 
 
 class Memory:
@@ -74,7 +56,7 @@ class Decode:
         self, fabric: MemoryFabric, engine_id: str, layer: str = "0", *, checks: bool = False
     ):
         self.engine_id = engine_id
-        self.mover = Wire(fabric, f"decode-{engine_id}")
+        self.mover = MemoryMover(fabric, f"decode-{engine_id}")
         self.memory = Memory(self.mover, lambda _: 0, layer)
         self.rank = DecodeRank(self.mover, self.memory.rank if checks else None)
 
@@ -103,7 +85,7 @@ class Prefill:
     def __init__(
         self, fabric: MemoryFabric, rank: int = 0, *, monotonic: Callable[[], float] | None = None
     ):
-        self.mover = Wire(fabric, f"prefill-{rank}")
+        self.mover = MemoryMover(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.broken = dict[str, str]()
         self.cells = ClaimCells(8)
@@ -204,56 +186,6 @@ def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode
     assert prefill.ended() == (set(), {})
 
 
-def test_all_that_is_written_says_its_claim(prefill, decode):
-    decode.settle(expect={"a1": "r1"})
-    cell = prefill.claim(8, for_s=1.0).cell
-    prefill.step(blocks([3, 4], [10, 11], cell=cell), targets=targets(decode))
-    prefill.step(blocks([7], [20], last=True, first=2, cell=cell), ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
-    said = [decode_written(notice) for notice in decode.mover.inbox]
-    assert [(one.attempt, one.claim) for one in said] == [("a1", 8), ("a1", 8)]
-    assert [(one.first, one.num_blocks, one.last) for one in said] == [(0, 2, False), (0, 4, True)]
-    # It was held under another claim.
-    assert decode.settle() == (set(), set())
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_an_attempt_whose_claim_does_not_hold_is_never_written(prefill, decode, complete):
-    """Others do not wait for it."""
-    opened = prefill.claim()
-    prefill.step(
-        blocks([3], [10], last=complete, cell=opened.cell),
-        blocks([1], [2], attempt="a2", cell=prefill.claim(2, for_s=1.0).cell),
-        targets=targets(decode),
-        ended=[("p-a1", True)] if complete else [],
-    )
-    assert decode.memory.written() == {2: 101}
-    opened.free()
-    # Its cell is used again, by a claim that holds.
-    again = prefill.claim(3, for_s=60.0)
-    assert again.cell.index == opened.cell.index
-    if not complete:
-        assert prefill.ended() == (set(), {})
-        prefill.step(blocks([4], [11], cell=opened.cell))
-        prefill.step(ended=[("p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
-    assert decode.memory.written() == {2: 101} and len(prefill.mover.started) == 1
-    prefill.step(blocks([5], [12], attempt="a3", cell=again.cell))
-    assert decode.memory.written() == {2: 101, 12: 105}
-
-
-def test_a_renewed_claim_goes_on_being_written(prefill, decode):
-    opened = prefill.claim(for_s=3.0)
-    for number in range(4):
-        prefill.now += 2.0
-        opened.hold_until(prefill.now + 3.0)
-        last = number == 3
-        write = blocks([number], [number], last=last, first=number, cell=opened.cell)
-        prefill.step(write, targets=targets(decode), ended=[("p-a1", True)] if last else [])
-    assert prefill.ended() == ({"p-a1"}, {})
-    assert decode.memory.written() == {0: 100, 1: 101, 2: 102, 3: 103}
-
-
 def test_what_was_written_is_counted(prefill, decode):
     prefill.step(blocks([3, 4, 6], [10, 11, 12], last=True), targets=targets(decode))
     taken = prefill.rank.stats.take()
@@ -267,30 +199,18 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(blocks([2], [2]))
     prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
-    assert len(prefill.mover.started) == 2
+    assert len(prefill.mover.transfers) == 2
     prefill.mover.let_go(1)
     assert prefill.ended() == (set(), {})
-    assert len(prefill.mover.started) == 2
+    assert len(prefill.mover.transfers) == 2
     prefill.mover.let_go()
     assert prefill.ended() == (set(), {})
-    assert len(prefill.mover.started) == 3
+    assert len(prefill.mover.transfers) == 3
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
     prefill.mover.let_go()
     assert prefill.ended() == ({"p-a1"}, {})
     assert decode.settle() == ({"r1"}, set())
     assert decode.memory.written() == {1: 101, 2: 102, 3: 103}
-
-
-def test_nothing_is_written_before_the_step_that_computes_it_has_ended(prefill, decode):
-    computed = False
-    prefill.step(blocks([1], [1]), ready=lambda: computed, targets=targets(decode))
-    prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
-    assert prefill.mover.started == []
-    assert prefill.ended() == (set(), {})
-    computed = True
-    assert prefill.ended() == (set(), {})
-    assert prefill.ended() == ({"p-a1"}, {})
-    assert decode.memory.written() == {1: 101, 2: 102}
 
 
 def test_progress_is_driven_while_anything_is_open(prefill, decode):
@@ -304,26 +224,13 @@ def test_progress_is_driven_while_anything_is_open(prefill, decode):
 # Failing
 
 
-def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
-    prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.mover.started[0].failure = "connection reset"
-    prefill.step(blocks([2], [2]))
-    prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
-    assert len(prefill.mover.started) == 1
-    sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert "connection reset" in failures["p-a1"]
-    assert prefill.broken == {"e1": failures["p-a1"]}
-    assert prefill.ended() == (set(), {}) and prefill.broken == {}
-    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
-
-
-@pytest.mark.parametrize("wire", [Wire, lambda _, name: NixlMover(name)], ids=["twin", "NIXL"])
+@pytest.mark.parametrize(
+    "wire", [MemoryMover, lambda _, name: NixlMover(name)], ids=["twin", "NIXL"]
+)
 def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabric, wire):
     """Nor does another's: without the agent, they would fail at once and land later."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # its first contact needs the target's polls
-    monkeypatch.setattr("tests.unit.test_ranks.Wire", wire)
+    monkeypatch.setattr("tests.unit.test_ranks.MemoryMover", wire)
     prefill, decode = Prefill(fabric), Decode(fabric, "e1")
     prefill.mover.hold = True
     writes = blocks([1], [1]), blocks([2], [2]), blocks([3], [3], attempt="a2")
@@ -358,7 +265,7 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), blocks([2], [2], attempt="a2"), targets=targets(decode))
     prefill.step(blocks([3], [3], attempt="a2", last=True))
-    prefill.mover.started[0].failure = "lost"
+    prefill.mover.transfers[0].failure = "lost"
     prefill.mover.let_go()
     prefill.step(ended=[("p-a1", True), ("p-a2", True)])
     sent, failures = prefill.ended()
@@ -368,27 +275,6 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("p-a3", True)])
     assert prefill.ended() == ({"p-a3"}, {})
     assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
-
-
-def test_the_death_of_a_peer_fails_its_attempt_only(prefill, decode, fabric):
-    other = Decode(fabric, "e2")
-    prefill.mover.hold = True
-    prefill.step(
-        blocks([1], [1]),
-        blocks([2], [2], attempt="a2", engine="e2"),
-        targets=targets(decode, other),
-    )
-    decode.rank.close()
-    prefill.mover.hold = False
-    prefill.mover.let_go()
-    prefill.step(
-        blocks([3], [3], attempt="a2", engine="e2", last=True),
-        ended=[("p-a1", False), ("p-a2", True)],
-    )
-    sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["p-a1"])
-    assert list(prefill.broken) == ["e1"]
-    assert other.memory.written() == {2: 102, 3: 103}
 
 
 def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
@@ -407,7 +293,7 @@ def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
 def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fabric, why):
     prefill.step(blocks([1], [1]), targets=bad_targets(fabric)[why])
     prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
-    assert prefill.mover.started == []
+    assert prefill.mover.transfers == []
     sent, failures = prefill.ended()
     assert sent == {"p-a1"}
     assert failures["p-a1"].startswith("peer not usable")
@@ -507,7 +393,7 @@ def test_a_write_in_flight_beyond_that_is_not_moved_on_and_ends_the_engine(
             else:
                 prefill.rank.drain_preempted(PrefillStep(preempted=["p-a2"]))
     assert decode.memory.written() == {} and prefill.mover.polls == polls
-    assert len(prefill.mover.started) == 2
+    assert len(prefill.mover.transfers) == 2
     prefill.rank.close()
     assert prefill.mover in fabric.agents.values(), "its agent stays until its process ends"
 
@@ -525,9 +411,6 @@ def test_a_renewal_moves_the_end_of_what_is_in_flight(prefill, decode):
         prefill.rank.results()
 
 
-# Stopping
-
-
 def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
@@ -540,10 +423,13 @@ def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill,
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
+# Stopping
+
+
 def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
-    (flying,) = prefill.mover.started
+    (flying,) = prefill.mover.transfers
     polls = iter(range(3))
 
     def done() -> bool:
@@ -599,13 +485,6 @@ def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, de
 # Receiving
 
 
-def test_a_notice_may_come_before_the_rank_knows_of_the_attempt(decode):
-    decode.mover.inbox.append(notice("a1"))
-    assert decode.settle() == (set(), set())
-    assert decode.settle(expect={"a1": "r1", "a2": "r2"}) == ({"r1"}, set())
-    assert decode.settle() == (set(), set())
-
-
 def test_an_idle_engine_is_not_polled(decode):
     decode.settle(poll=False)
     assert decode.mover.polls == 0
@@ -629,34 +508,76 @@ def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode):
     assert taken[LATE] == 2
 
 
-# What a commit vouches for
+# Whose notices count
 
 
-@pytest.fixture
-def checked(fabric) -> tuple[Prefill, Decode]:
-    return Prefill(fabric), Decode(fabric, "e1", checks=True)
+NOTHING: tuple[set[str], set[str]] = set(), set()
 
 
-def expected(attempt: str, *block_ids: int) -> dict[str, dict]:
-    return {"expect": {attempt: f"r-{attempt}"}, "blocks": {attempt: block_ids}}
+def of_claim(claim: int, **fields) -> Written:
+    usual = {"attempt": "a1", "rank": 0, "num_blocks": 0, "last": True}
+    return Written(claim=claim, **(usual | fields))
 
 
-def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
-    prefill, decode = checked
-    prefill.step(blocks([3], [10], last=True, num_blocks=1), targets=targets(decode))
-    decode.settle()
-    assert decode.settle(**expected("a1", 10, 11)) == (set(), {"r-a1"})
+def said(decode: Decode, *notices: Written, **step) -> tuple[set[str], set[str]]:
+    """The engine step in which these arrive."""
+    decode.mover.inbox += [encode(notice) for notice in notices]
+    return decode.settle(**{"claims": {}, **step})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [commit("a1", num_blocks=2), commit("a1", num_blocks=1, rank=1)],
-)
-def test_a_commit_of_something_else_is_not_believed(checked, wrong, caplog):
-    _, decode = checked
-    decode.settle(**expected("a1", 10))
-    decode.mover.inbox.append(encode(wrong))
-    assert decode.settle() == (set(), {"r-a1"})
-    assert decode.rank.stats.take()[MISMATCH] == 1
-    assert "request r-a1: attempt a1: its commits do not fit" in caplog.text
-    assert decode.settle() == (set(), set())
+def unclaimed(decode: Decode) -> int:
+    return decode.rank.stats.data.get(f"{DROPPED}/unclaimed", 0)
+
+
+def test_a_commit_counts_under_the_claim_of_its_attempt_only(decode):
+    assert said(decode, expect={"a1": "r1"}) == NOTHING
+    assert said(decode, of_claim(0), of_claim(4)) == NOTHING
+    assert said(decode, of_claim(6), claims={"a1": 5}) == NOTHING
+    assert said(decode, of_claim(5)) == ({"r1"}, set())
+    assert unclaimed(decode) == 3
+
+
+@pytest.mark.parametrize("claims", [{}, {"a1": 0}])
+def test_without_a_claim_nothing_counts(decode, claims):
+    """0 stands for no claim, also if the step or a writer names it."""
+    said(decode, expect={"a1": "r1"}, blocks={"a1": (1, 2)}, claims=claims)
+    landed = of_claim(0, num_blocks=1, last=False)
+    assert said(decode, landed, of_claim(0, num_blocks=2)) == NOTHING
+    assert said(decode, give_up=[("a1", "r1")]) == (set(), {"r1"})
+    report = decode.rank.report()
+    assert report is not None and report.landed == {"r1": 0}
+
+
+def test_a_commit_that_comes_before_its_claim_is_known_counts(decode):
+    assert said(decode, of_claim(5)) == NOTHING
+    assert said(decode, of_claim(5), expect={"a1": "r1"}) == NOTHING
+    assert said(decode, claims={"a1": 5}) == ({"r1"}, set())
+    assert unclaimed(decode) == 0
+
+
+def test_commits_of_two_claims_do_not_complete_each_other(decode):
+    said(decode, expect={"a1": "r1"}, claims={"a1": 6})
+    assert said(decode, of_claim(5, writers=2)) == NOTHING
+    assert said(decode, of_claim(6, writers=2, rank=1)) == NOTHING
+    assert said(decode, of_claim(5, writers=2, rank=1)) == NOTHING
+    assert said(decode, of_claim(6, writers=2)) == ({"r1"}, set())
+    assert unclaimed(decode) == 2
+
+
+def test_blocks_that_landed_under_another_claim_do_not_count(decode):
+    said(decode, expect={"a1": "r1"}, blocks={"a1": (1, 2)}, claims={"a1": 5})
+    stale = of_claim(4, first=0, num_blocks=1, last=False)
+    assert said(decode, stale, give_up=[("a1", "r1")]) == (set(), {"r1"})
+    report = decode.rank.report()
+    assert report is not None and report.landed == {"r1": 0}
+    assert unclaimed(decode) == 1
+
+
+@pytest.mark.parametrize("claim", [100, 143, 144, 399])
+def test_what_comes_before_a_claim_is_bounded(decode, claim):
+    said(decode, expect={"a1": "r1"})
+    said(decode, *(of_claim(100 + i) for i in range(300)))
+    # The last 256 are known.
+    known = claim >= 144
+    assert said(decode, claims={"a1": claim}) == (({"r1"}, set()) if known else NOTHING)
+    assert not known or unclaimed(decode) == 299

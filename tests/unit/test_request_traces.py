@@ -8,9 +8,9 @@ from dynamo_lite.disagg.counters import SPAN, STAGE
 from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Claim
-from dynamo_lite.protocol.trace import new_trace, traced
+from dynamo_lite.protocol.trace import new_trace
 from tests.builders import CLAIM, ManualClock
-from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, prompt
+from tests.unit.decode_engine import WRITER, Decode, prompt
 from tests.unit.recorder import Recorder
 from tests.unit.test_prefix_reads import Half as Reader
 from tests.unit.test_ranks import Decode as DecodeMemory
@@ -41,33 +41,6 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     return attempt
 
 
-async def test_a_traced_remote_prefill_has_a_span_for_each_stage(
-    decode: Decode, clock: ManualClock
-):
-    above, began = new_trace(), clock.now
-    attempt = await remote(decode, clock, above.headers())
-    job = await decode.job()
-    clock.now += 8
-    decode.output("r1")
-    clock.now += 16
-    decode.half.state_after_alloc(prompt("r1", 101, trace_headers=above.headers()), [], 0)
-    spans = noted(decode.half)
-    whole = spans.named("remote prefill")
-    assert traced(job.trace_headers) == whole.context
-    assert whole.attributes == {"dynamo_lite.attempt": attempt, "dynamo_lite.outcome": "committed"}
-    seen = {span.name: (span.parent, span.start - began, span.end - began) for span in spans.spans}
-    top, mine = above.span_id, whole.context.span_id
-    assert seen == {
-        "decision": (top, 0, 0),
-        "remote prefill": (top, 0, 15),
-        "queue wait": (mine, 0, 7),
-        "resume": (top, 15, 31),
-    }
-    assert {span.context.trace_id for span in spans.spans} == {above.trace_id}
-    assert spans.named("decision").attributes["dynamo_lite.reason"] == "long"
-    assert decode.half.stats.data[f"{STAGE}/queue"] == [7]
-
-
 @pytest.mark.parametrize("headers", [None, {}, HOSTILE, {"traceparent": "x" * 10_000}])
 async def test_what_is_not_traced_is_measured_and_has_no_span(
     decode: Decode, clock: ManualClock, headers: Any
@@ -79,17 +52,6 @@ async def test_what_is_not_traced_is_measured_and_has_no_span(
     decode.half.state_after_alloc(prompt("r1", 101, trace_headers=headers), [], 0)
     assert SPAN not in decode.half.stats.data
     assert decode.half.stats.data[f"{STAGE}/fill"] == [8]
-
-
-async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
-    above = new_trace()
-    await remote(decode, clock, above.headers())
-    decode.pass_s(TIMEOUT_S)
-    decode.half.build_step()
-    spans = noted(decode.half)
-    assert spans.named("remote prefill").attributes["dynamo_lite.outcome"] == "deadline"
-    names = {span.name for span in noted(decode.half).spans}
-    assert names == {"decision", "remote prefill", "queue wait"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
