@@ -1,7 +1,6 @@
 """Workers tell what they hold, routers follow: on every messaging, with losses and restarts."""
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -12,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.protocol.kv import (
     KvChange,
     KvCleared,
@@ -29,9 +27,7 @@ from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.routing.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.builders import endpoint_record, eventually, generate_request, register
-from tests.servers import PrivateServer
 from tests.twins.servers import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
@@ -304,25 +300,6 @@ async def test_random_losses_and_restarts(
                 for worker in workers:
                     worker.messaging.losing = False
                 await eventually(lambda r=router: all(r.sees(worker) for worker in workers))
-
-
-async def test_a_broker_that_comes_back(
-    nats_server: PrivateServer, store: MemoryStore, namespace: str
-) -> None:
-    async with (
-        NatsMessaging(nats_server.url) as ours,
-        NatsMessaging(nats_server.url) as theirs,
-        Worker(theirs, store, namespace, 7) as worker,
-        Router(ours, store, namespace) as router,
-    ):
-        worker.compute(PROMPTS[0])
-        await eventually(lambda: router.sees(worker))
-        await nats_server.kill()
-        await eventually(lambda: not theirs.connected and not ours.connected)
-        with contextlib.suppress(BrokerUnavailable):
-            worker.compute(PROMPTS[5])
-        await nats_server.restart()
-        await eventually(lambda: router.sees(worker), 20)
 
 
 @virtual

@@ -172,12 +172,6 @@ class FakeWorkers:
         worker.running.clear()
         self.changed()
 
-    def leave(self, lease_id: int) -> None:
-        """Its lease was revoked: it takes nothing new, and continues its requests."""
-        worker = self.workers[lease_id]
-        worker.listed, worker.refusal = False, Refused("draining", elsewhere=True)
-        self.changed()
-
     def start(self, lease_id: int) -> None:
         self.workers[lease_id] = Worker(lease_id)
         self.changed()

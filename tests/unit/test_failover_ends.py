@@ -7,15 +7,13 @@ import pytest
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     NoWorkers,
-    Overloaded,
     Refused,
     Unavailable,
 )
-from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from tests.builders import loop_time
-from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
+from tests.unit.fake_workers import answer_to, cluster, request_of, steps
 from tests.unit.virtual import virtual
 
 CONTINUE = MigrationPlan()
@@ -41,16 +39,6 @@ async def test_each_worker_is_asked_at_most_once():
 
 
 @virtual
-async def test_busy_workers_are_overload():
-    async with cluster(3) as (fake, client):
-        for lease_id in (1, 2):
-            fake.workers[lease_id].refusal = Refused("full", elsewhere=True, busy=True)
-        fake.workers[3].dead = True
-        with pytest.raises(Overloaded, match="full"):
-            await client.submit(A, movable=CONTINUE)
-
-
-@virtual
 async def test_what_no_worker_would_take_is_asked_once():
     async with cluster() as (fake, client):
         fake.workers[1].refusal = Refused("too long", elsewhere=False)
@@ -62,19 +50,6 @@ async def test_what_no_worker_would_take_is_asked_once():
             await client.submit(A, movable=CONTINUE)
         with pytest.raises(Refused, match="240"):
             await client.submit(request_of("x" * (MAX_REQUEST_ID + 1)), movable=CONTINUE)
-
-
-@virtual
-async def test_no_two_requests_share_an_id_on_the_wire():
-    async with cluster() as (fake, client):
-        await client.submit(A, movable=CONTINUE)
-        await client.submit(B := request_of("a~1"), movable=CONTINUE)
-        with pytest.raises(Refused, match="is already running"):
-            await client.submit(A, movable=CONTINUE)
-        await steps(2)
-        fake.kill(1)
-        await to_the_end(client)
-        assert (fake.tokens("a"), fake.tokens("a~1")) == (answer_to(A), answer_to(B))
 
 
 # Deadlines and aborts
@@ -111,15 +86,6 @@ async def test_a_deadline_before_any_worker_took_it(fault: str):
         assert loop_time() - began == pytest.approx(timeout_s)
         assert client.in_flight == 0 and fake.ends == [] and client.stats.expired == 1
         assert bool(fake.workers[1].asked) == (fault != "over")
-
-
-@virtual
-async def test_a_worker_s_own_deadline_is_reported_as_one():
-    async with cluster() as (fake, client):
-        await client.submit(request_of("a", timeout_s=2.0), movable=CONTINUE)
-        await asyncio.sleep(1.95)
-        client.take_deltas([TokenDelta(request_id="a~1", token_ids=[], finish_reason="abort")])
-        assert fake.ends == [("a", "DeadlineExceeded")]
 
 
 @virtual

@@ -89,34 +89,6 @@ def test_the_longest_prefix_is_followed():
     assert router.picker.prompt_tokens == len(PROMPT)
 
 
-def test_a_busy_worker_loses_its_prefix():
-    router = Router()
-    router.hold(1, PROMPT[:24])
-    router.load(1, tokens=49)
-    assert router.pick() in (2, 3)
-    assert router.reason == "balance"
-    patient = Router(kv_weight=2.1)
-    patient.hold(1, PROMPT[:24])
-    patient.load(1, tokens=49)
-    assert patient.pick() == 1
-
-
-def test_running_requests_are_load():
-    router = Router()
-    for lease_id, requests in ((1, 3), (2, 1), (3, 2)):
-        router.load(lease_id, requests=requests)
-    assert router.pick() == 2
-    assert router.reason == "load"
-
-
-def test_what_was_just_routed_counts_before_anybody_says_so():
-    router = Router()
-    first = router.pick()
-    assert router.pick() == first, "the same prompt follows the first one"
-    others = [router.pick([n] * 41) for n in (1, 2)]
-    assert first not in others and others[0] != others[1]
-
-
 def test_equal_workers_take_turns():
     router = Router(workers=4)
     picks = []
@@ -137,15 +109,6 @@ def test_a_refused_request_leaves_nothing_behind():
     assert router.picker.matched_tokens == 0
 
 
-def test_what_a_worker_has_published_stays_when_its_request_ends_without_a_token():
-    router = Router(workers=2)
-    first = router.pick()
-    router.hold(first, PROMPT[:24])  # its engine has computed them meanwhile
-    router.picker.released(router.last)
-    assert router.pick() == first
-    assert router.picker.matched_tokens == 24, "the rest was only promised"
-
-
 def test_a_full_cache_is_left_out_while_another_has_room():
     router = Router(workers=2)
     router.hold(1, PROMPT)
@@ -155,13 +118,6 @@ def test_a_full_cache_is_left_out_while_another_has_room():
     router.load(2, usage=0.96)
     router.picker.released(router.last)
     assert router.pick() == 1
-
-
-def test_workers_that_tell_nothing_are_chosen_by_what_they_were_given():
-    router = Router(workers=2)
-    router.view.indexes.clear()
-    assert {router.pick(), router.pick()} == {1, 2}
-    assert router.picker.choices == Counter(load=2)
 
 
 def test_the_only_one_is_taken_and_none_is_an_error():
@@ -181,13 +137,6 @@ def test_salts_keep_prefixes_apart():
     assert router.picker.choices == Counter(load=1, prefix=1)
 
 
-def test_prompts_with_media_have_no_prefix():
-    """Their tokens are placeholders, and workers publish no blocks of them."""
-    router = Router(workers=2)
-    assert sorted(router.pick(inputs=b"image") for _ in range(2)) == [1, 2]
-    assert router.picker.matched_tokens == 0
-
-
 def test_a_session_stays_where_it_was_unless_that_is_much_busier():
     router = Router(workers=2)
     home = router.pick([1] * 9, session="s")
@@ -198,17 +147,6 @@ def test_a_session_stays_where_it_was_unless_that_is_much_busier():
     assert router.picker.choices["session"] == 1
     router.load(home, tokens=60)
     assert router.pick([3] * 9, session="s") != home
-
-
-def test_block_sizes_of_their_own():
-    """Workers of two indexes: each one's blocks are looked up by its own size."""
-    router = Router(workers=2)
-    other = KvIndex(8, 100)
-    router.view.indexes[2] = other
-    other.stored(2, chain_hashes(PROMPT[:32], 8))
-    router.hold(1, PROMPT[:28])
-    assert router.pick() == 2
-    assert router.picker.matched_tokens == 32
 
 
 def test_others_requests_count_once_and_ours_are_not_counted_twice():

@@ -124,19 +124,6 @@ async def test_nothing_moves_where_no_worker_responds():
 
 
 @virtual
-async def test_a_worker_that_leaves_is_not_dropped():
-    async with Frontend().open() as frontend:
-        await frontend.stop(A)
-        await asyncio.sleep(5.0)
-        changes = frontend.changes
-        await frontend.leave(A)
-        await asyncio.sleep(60.0)
-        assert frontend.transport.dropped == []
-        assert frontend.transport.kept == [B]
-        assert frontend.changes == changes + 1
-
-
-@virtual
 async def test_an_outage_of_the_broker_moves_nothing():
     async with Frontend().open() as frontend:
         frontend.memory.set_connected(False)
@@ -173,19 +160,6 @@ def check(graph: Graph, *connected: int) -> WorkerCheck:
 
 async def silence() -> None:
     await asyncio.sleep(SILENT_S + 0.3)
-
-
-@virtual
-async def test_with_the_broker_heartbeats_decide():
-    async with Graph(MemoryMessaging()).open() as graph:
-        assert "no decode worker is registered" in check(graph).trouble
-        await graph.join(A)
-        await graph.join(B)
-        assert check(graph) == WorkerCheck()
-        await silence()
-        found = check(graph, A, B)
-        assert "none of 2 decode workers is responsive" in found.trouble
-        assert not found.without_broker
 
 
 @virtual

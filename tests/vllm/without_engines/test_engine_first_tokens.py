@@ -224,12 +224,24 @@ async def test_a_request_that_is_aborted_meanwhile_does_not_go_on(rig: Rig):
     assert len(rig.engine._first_tokens or ()) == 0
 
 
-async def test_a_request_that_cannot_go_on_ends(rig: Rig):
+@pytest.mark.parametrize("end", [None, FinishReason.ERROR])
+async def test_a_request_that_cannot_go_on_ends(rig: Rig, end: FinishReason | None):
     await rig.submit()
     rig.token(7)
-    rig.core.dead = True
-    assert await rig.step(output("r#1", 6)) == [TokenDelta("r", [], "error")]
+    rig.core.dead = end is None
+    assert await rig.step(output("r#1", 6, end=end)) == [TokenDelta("r", [], "error")]
     assert len(rig.engine._first_tokens or ()) == 0
+
+
+async def test_a_token_that_does_not_fit_is_refused_and_the_last_one_is_the_engines(rig: Rig):
+    await rig.submit(stop_token_ids=[9])
+    for token, cached in ((MODEL.get_vocab_size(), 0), (7, 3)):
+        first = FirstToken(request_id="r#1", attempt="a1", token_id=token, cached_tokens=cached)
+        with pytest.raises(ProtocolError, match="r#1"):
+            rig.engine.first_token(first)
+    assert rig.token(9) is None
+    [delta] = await rig.step(output("r#1", 9, end=FinishReason.STOP))
+    assert (delta.token_ids, delta.finish_reason) == ([9], "stop")
 
 
 async def test_what_the_engine_aborts_by_itself_is_no_end(rig: Rig):
