@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
 
 from dynamo_lite.cli import forward_view
@@ -13,7 +12,7 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.forwarding import ForwardAttempt, ForwardDecision
 from tests.builders import eventually
-from tests.forwarding import COMPLETION, TEXT, rig, told
+from tests.forwarding import TEXT, rig, told
 from tests.scripted import Fault
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -96,19 +95,6 @@ async def test_a_failed_prefill_is_explained_with_what_followed(fault: Fault, le
         assert "prefill at" in text and leg[2] in text
 
 
-async def test_a_decode_engine_that_failed_and_the_next_one():
-    async with rig(decode=2) as r:
-        r.decode[0].faults.append(Fault("status", 500))
-        await r.text()
-        [one] = told(r)
-        first, second = one.attempts
-        assert results(first)[-1] == ("decode", 500, "status")
-        assert results(second)[-1] == ("decode", 200, "")
-        assert first.choices[1].engine != second.choices[1].engine
-        assert [one.choices[1].reason for one in (first, second)] == ["load", "only"]
-        assert (first.choices[1].of, second.choices[1].of) == (2, 1)
-
-
 async def test_the_numbers_of_a_choice():
     async with rig(decode=2, max_local_prefill_length=100) as r:
         prompt = "x" * 2048
@@ -128,17 +114,6 @@ async def test_the_numbers_of_a_choice():
         assert "512 tokens cached, 0 queued" in text
 
 
-async def test_a_request_that_no_engine_can_take():
-    async with rig(prefill=0, decode=1) as r:
-        await r.decode[0].stop()
-        await r.check()
-        assert (await r.ask())[0] == 503
-        [one] = told(r)
-        assert (one.how, one.status, one.outcome, one.attempts) == ("", 503, "answered", [])
-        assert one.error == "no decode engine is healthy"
-        assert "no decode engine is healthy" in shown(one)
-
-
 async def test_a_request_on_its_way_and_a_client_that_goes():
     async with rig() as r:
         r.prefill[0].faults.append(Fault(hold=asyncio.Event()))
@@ -152,21 +127,6 @@ async def test_a_request_on_its_way_and_a_client_that_goes():
         one = told(r)[0]
         assert one.outcome == "client gone"
         assert one.attempts[0].legs[0].took_s is not None
-
-
-async def test_an_answer_that_breaks_off():
-    async with rig() as r:
-        seen = asyncio.Event()
-        r.decode[0].faults.append(Fault("mid_stream", seen=seen))
-        body = {**COMPLETION, "stream": True}
-        async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
-            await answer.content.readany()
-            seen.set()
-            with pytest.raises(aiohttp.ClientError):
-                await answer.read()
-        [one] = told(r)
-        assert (one.how, one.status, one.outcome) == ("disaggregated", 200, "broken")
-        assert "broken" in one.attempts[0].failure
 
 
 async def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch):

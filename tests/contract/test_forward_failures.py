@@ -10,20 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 
-from dynamo_lite.forward.attempt import ForwardJob, RequestAttempt
-from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.client import Client, Incoming
-from dynamo_lite.forward.connection import EngineAnswer
+from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.decision_log import RequestNote
-from dynamo_lite.forward.failures import Broken
-from dynamo_lite.forward.http import ForwardServer
-from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.orders import break_off
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.protocol.forwarding import ForwardAttempt, LegTaken
-from dynamo_lite.runtime.listening import bind
+from dynamo_lite.protocol.forwarding import LegTaken
 from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import (
@@ -258,19 +249,6 @@ async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-async def test_a_streamed_prefill_that_calls_the_request_wrong_is_not_repeated(name: str):
-    async with rig(name, prefill=2, decode=2) as r:
-        bad = r.prefill[0]
-        says(bad, ROLE, ERROR.replace(b'"scripted"', b'"too long", "code": 400'))
-        async with slow(r.decode[0]):
-            bad.handover = anything
-            async with asyncio.timeout(15):
-                status, answer = await r.ask(route=CHAT, stream=True)
-        assert (status, answer["error"]["message"]) == (400, "too long")
-        assert [len(engine.legs) for engine in r.prefill] == [1, 0]
-
-
 async def test_the_time_of_a_streamed_prefill_is_for_all_its_sequences():
     """Each of them comes in time, all of them do not."""
     async with rig("sglang", prefill_timeout_s=1.0) as r:
@@ -482,42 +460,6 @@ async def test_a_first_token_that_is_the_last_is_shown_once():
         assert shown.count(b" t0") == 1 and shown.count(b'"length"') == 1
 
 
-def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
-    """With what is noted of it."""
-    incoming = Incoming(method="POST", path=COMPLETIONS, headers=CIMultiDict(), client_id="")
-    noted, data = ForwardAttempt(), json.dumps(STREAMED).encode()
-    note = RequestNote(COMPLETIONS, "", ForwarderConfig())
-    note.tries(noted, 0)
-    request = ClientRequest(route=COMPLETIONS, body={}, data=data)
-    client: Any = None  # it gets nothing
-    job = ForwardJob(incoming, request, client, note)
-    return RequestAttempt(r.parts, job, r.placer.place(request, job.tried), None), noted
-
-
-def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
-    opening = one.open(one.placement.decode, "decode")
-    return one.start(opening, "decode leg")
-
-
-async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of_each_leg():
-    async with rig("neuron-dynamic") as r, slow(r.decode[0]):
-        one, noted = one_attempt(r)
-
-        async def forwards() -> None:
-            async with one:
-                decode_leg(one)
-                await asyncio.Event().wait()
-
-        forwarding = asyncio.create_task(forwards())
-        await until(1, r.decode[0])
-        for _ in range(2):
-            forwarding.cancel()
-            await asyncio.sleep(0)
-        await asyncio.wait({forwarding})
-        await aborted(r.decode[0].legs[0])
-        assert [leg.took_s is not None for leg in noted.legs] == [True]
-
-
 #: Events whose tokens cannot be read.
 ODD = {
     "choices": b'{"choices": 5}',
@@ -628,15 +570,6 @@ async def test_a_decode_engine_that_fails_is_replaced_with_a_new_prefill(
             assert len(ids) == failures + 1
 
 
-async def test_a_decode_engine_that_refuses_is_replaced_and_then_known():
-    async with rig("nixl", decode=2) as r:
-        await r.decode[0].stop()
-        for _ in range(4):
-            assert await r.text() == TEXT
-        assert r.forwarding.stats.failures == {("decode", "refused"): 1}
-        assert len(r.prefill[0].legs) == 5
-
-
 async def test_a_broken_idle_connection_costs_the_only_decode_engine_nothing():
     async with rig("nixl") as r:
         r.decode[0].faults.append(Fault("before_head"))
@@ -718,43 +651,6 @@ async def test_nothing_is_repeated_after_the_first_byte(name: str, line_end: byt
         assert len(r.decode[0].legs) == 1
 
 
-class BreaksOff:
-    """Answers with more than a client's connection takes at once, and with an error at the end."""
-
-    def __init__(self) -> None:
-        self.waits = asyncio.Event()
-
-    async def answer(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
-        await client.start(200, {"content-type": "text/event-stream"})
-        await client.write(b"data: 0\n\n")
-        for _ in range(256):
-            client.push(b"data: " + b"x" * 65536 + b"\n\n")
-        self.waits.set()
-        with contextlib.suppress(Broken):
-            await break_off(client, "the engine failed", whole=True)
-
-
-async def test_what_was_written_before_an_answer_broke_off_is_delivered():
-    """A client that reads slowly gets all of it, the error too, and sees that it is not whole."""
-    answering, sock = BreaksOff(), bind("127.0.0.1", 0)
-    server = ForwardServer(answering, ForwarderConfig(), sock, {})
-    await server.start()
-    try:
-        async with aiohttp.ClientSession(read_bufsize=1 << 16) as session:
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}{COMPLETIONS}"
-            shown, tail = 0, b""
-            async with session.post(url, json=COMPLETION) as answer:
-                await answering.waits.wait()
-                with pytest.raises(aiohttp.ClientPayloadError):
-                    while data := await answer.content.readany():
-                        shown += len(data)
-                        tail = (tail + data)[-200:]
-        assert shown > 256 * 65536
-        assert json.loads(tail.strip().split(b"\n\n")[-1][6:])["error"]["code"] == 500
-    finally:
-        await server.stop(0.0)
-
-
 async def test_a_stream_that_changes_has_no_length_any_more():
     """An engine may say how long its stream is; with another id, it is shorter."""
     async with rig("moriio-read") as r:
@@ -815,13 +711,3 @@ async def test_a_client_that_goes_before_the_first_byte_closes_the_decode_leg(na
             await aborted(r.decode[0].legs[0])
         [leg] = r.decode[0].legs
         assert name != "nixl" or leg.params["do_remote_prefill"] is True
-
-
-async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():
-    async with rig("nixl") as r:
-        event = b"x" * 65536
-        r.decode[0].events = lambda leg: itertools.repeat(event)  # type: ignore[method-assign]
-        async with r.session.post(f"{r.url}{COMPLETIONS}", json=STREAMED) as answer:
-            assert await answer.content.readany()
-        await aborted(r.decode[0].legs[0])
-        assert r.forwarding.stats.gone == 1

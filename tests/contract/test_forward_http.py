@@ -16,7 +16,6 @@ from aiohttp import web
 
 from dynamo_lite.forward import http
 from dynamo_lite.forward.client import Client
-from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.runtime.tls import server_context
 from tests.builders import eventually
 from tests.external import Certificates
@@ -346,10 +345,3 @@ async def test_an_engine_whose_certificate_is_not_trusted_gets_nothing(
         assert (await r.ask())[0] == 503
         assert r.fleet.legs == []
         assert "certificate" in r.engines.all[1].trouble.lower()
-
-
-def test_contradictory_options_are_refused():
-    with pytest.raises(ValueError, match="https://"):
-        EngineOptions(url="http://h:1", role="decode", ca_file="x")
-    with pytest.raises(ValueError, match="go together"):
-        ForwarderConfig(tls_cert="cert.pem")

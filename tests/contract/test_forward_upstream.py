@@ -138,9 +138,6 @@ def fails(kind: str) -> Any:
     assert failed.value.kind == kind
 
 
-async def drained() -> None: ...
-
-
 async def test_a_request_is_written_as_it_is_and_its_connection_used_again():
     async with world(says(HEALTHY)) as w:
         for _ in range(3):
@@ -253,104 +250,6 @@ async def test_silence_has_an_end_and_no_server_may_listen():
             await w.open()
 
 
-async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
-    """idle_s is over long before the client has room again."""
-    total, said, idle_s = 64 << 20, 0, 1.0
-    stalled = asyncio.Event()
-
-    async def talks(served: Served) -> None:
-        nonlocal said
-        served.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
-        while said < total:
-            served.writer.write(b"x" * (1 << 20))
-            said += 1 << 20
-            try:
-                async with asyncio.timeout(0.3):
-                    await served.writer.drain()
-            except TimeoutError:
-                stalled.set()
-                await served.writer.drain()
-
-    async with world(talks, idle_s=idle_s) as w:
-        answer = await w.open()
-        got, waits = 0, 0
-
-        def push(data: bytes) -> bool:
-            nonlocal got
-            got += len(data)
-            return waits > 0
-
-        async def room() -> None:
-            nonlocal waits
-            waits += 1
-            await stalled.wait()
-            await asyncio.sleep(1.2 * idle_s)  # longer than the engine might be silent
-
-        await answer.pass_on(push, room)
-        assert (got, waits) == (total, 1)
-
-
-class Gone(Exception): ...
-
-
-def gone(_: bytes) -> bool:
-    raise Gone
-
-
-async def test_an_answer_that_is_closed_closes_its_connection():
-    """Also one whose client has gone."""
-    ended: list[int] = []
-
-    async def talks(served: Served) -> None:
-        await served.say(CHUNKED, b"1\r\na\r\n")
-        await served.reader.read()
-        ended.append(served.connection)
-
-    async with world(talks) as w:
-        for number in (1, 2):
-            answer = await w.open()
-            if number == 2:
-                with pytest.raises(Gone):
-                    await answer.pass_on(gone, drained)
-            answer.close()
-            await eventually(lambda number=number: number in ended)
-
-
-async def test_what_a_client_does_at_the_very_end_holds_up_no_other_request():
-    """It raises, or has no room. The connection is used again."""
-    begun, waits, room = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def no_room() -> None:
-        waits.set()
-        await room.wait()
-
-    async def talks(served: Served) -> None:
-        await served.say(CHUNKED)
-        await begun.wait()
-        await served.say(b"1\r\na\r\n0\r\n\r\n")
-
-    async with world(talks, says(HEALTHY), talks, says(HEALTHY)) as w:
-        for raises in (True, False):
-            begun.clear()
-            answer = await w.open()
-            push, wait = (gone, drained) if raises else ((lambda _: False), no_room)
-            passing = asyncio.create_task(answer.pass_on(push, wait))
-            await asyncio.sleep(0)  # it waits for the next piece
-            begun.set()
-            if raises:
-                with pytest.raises(Gone):
-                    await passing
-            else:
-                await waits.wait()
-            other = await w.open()
-            if raises:
-                answer.close()  # the connection is not its own any more
-            assert await other.read() == b"ok"
-        room.set()
-        await passing
-        assert w.connections == [1, 1, 1, 1]
-
-
 async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -397,32 +296,3 @@ async def test_the_kernel_gives_up_a_host_that_acknowledges_nothing_for_20_s():
         sock = connection._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-
-
-async def test_only_answers_of_which_nothing_was_shown_are_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    end = asyncio.Event()
-
-    async def streams(served: Served) -> None:
-        await served.say(CHUNKED, b"1\r\na\r\n")
-        await end.wait()
-        await served.say(b"0\r\n\r\n")
-
-    async with world(streams, streams, says(CHUNKED, hangs=True), says(hangs=True)) as w:
-        begun, held_back = await w.open(), await w.open()
-        assert await begun.read_some() == await held_back.read_some() == b"a"
-        begun.shown = True
-        headed = await w.open()
-        hanging = asyncio.create_task(w.open("POST", body=b"{}"))
-        await eventually(lambda: len(w.requests) >= 4)
-        assert 0 < w.engine.heard_at <= asyncio.get_running_loop().time()
-        w.engine.ended("it moves")  # they have not been silent for long
-        monkeypatch.setattr(engines, "SILENCE_S", 0.0)
-        w.engine.ended("silent")
-        assert len(w.engine.on_end) == 1
-        for failing in (hanging, held_back.read(), headed.read()):
-            with fails("broken"):
-                await failing
-        end.set()
-        assert await begun.read() == b""

@@ -54,14 +54,6 @@ async def test_a_record_says_how_an_engine_is_used(c: Cluster):
     assert "nats_connected" not in health
 
 
-async def test_its_load_is_that_of_the_engine(c: Cluster):
-    engine = await c.engine("decode")
-    engine.load = (3, 2)
-    joined = await c.join(engine)
-    health = await c.healthy(joined, lambda h: "running" in h)
-    assert (health["running"], health["waiting"]) == (3, 2)
-
-
 @pytest.mark.parametrize("stops", [True, False])
 async def test_only_the_requests_of_an_engine_that_runs_are_waited_for(c: Cluster, stops: bool):
     """Within the grace."""
@@ -142,17 +134,6 @@ async def test_it_waits_for_an_engine_that_starts_later(c: Cluster):
     await engine.start()
     await running.until("ready")
     assert "DecodeEngine" in await c.records()
-
-
-async def test_a_restarted_engine_with_another_model_says_so(c: Cluster):
-    engine = await c.engine("decode", model="a")
-    await c.join(engine)
-    assert (await c.records())["DecodeEngine"].model == "a"
-    await engine.stop()
-    await c.gone("DecodeEngine")
-    engine.model = "b"
-    await engine.start()
-    assert (await registered(c)).model == "b"
 
 
 async def test_an_outage_of_etcd_that_a_lease_survives_changes_nothing(

@@ -217,16 +217,6 @@ def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
         only_pair.place(request(echo=True), Tried())
 
 
-def test_other_requests_are_those_beyond_ours():
-    one = engine()
-    with one.leg(10), one.leg(5) as computed:
-        one.reported(StockEngineLoad(5, 0.5))
-        assert (one.other_requests, one.waiting_tokens) == (3, 15)
-        computed()
-        assert one.waiting_tokens == 10
-    assert (one.legs, one.waiting_tokens) == (0, 0)
-
-
 def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     one = engine()
     assert not one.usable and one.passed() and one.usable
@@ -234,20 +224,6 @@ def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     assert not one.passed()
     assert not one.failed("late") and one.failed("late") and not one.usable
     assert one.passed() and one.failed("refused", at_once=True)
-
-
-def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
-    one = engine("prefill", "nixl-push")
-    first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
-    for identity in (first, None, first):
-        one.learned(identity)
-        assert (one.varies, one.peer.identity) == (False, identity)
-    one.learned(second)
-    assert one.varies and one.peer.identity is None
-    assert one.protocol.order_for(one.peer) == "serial"
-    one.forget()
-    one.learned(first)
-    assert not one.varies and one.peer.identity == first
 
 
 def test_where_a_handover_listens():
