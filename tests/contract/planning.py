@@ -15,7 +15,6 @@ from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.record import edit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import LeaderRecord, RoleCounts, WantedRecord
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -43,8 +42,6 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.devices_each = self.devices_free = 0
-        #: How often `counts` was called.
-        self.looks = 0
         self.ready = {P: 1, D: 1}
         self.starting = {P: 0, D: 0}
         self.draining: dict[str, set[int]] = {P: set(), D: set()}
@@ -52,12 +49,8 @@ class FakeSupervisor:
         self.instant = True
         self.stop_at = ""
         self.stopped = asyncio.Event()
-        self.away = False
 
     async def counts(self) -> Mapping[str, RoleCounts]:
-        self.looks += 1
-        if self.away:
-            raise Refused("away", elsewhere=False)
         return {
             c: RoleCounts(
                 starting=self.starting[c],

@@ -110,23 +110,6 @@ async def test_with_a_full_budget_one_leaves_and_then_one_comes(bench: Bench, mo
     assert len(supervisor.taken("add")) == 1
 
 
-async def test_an_order_that_was_never_given_is_no_failed_start(bench: Bench):
-    """Also if the supervisor does not reply when the next planner is elected."""
-    supervisor = bench.supervisor
-    supervisor.instant, supervisor.stop_at = False, "add before"
-    async with bench.planner():
-        await bench.want(PrefillWorker=2)
-        await supervisor.stopped.wait()
-    supervisor.away = True
-    async with bench.planner(1) as running:
-        await eventually(lambda: running.facts["leads"], 20)
-        enough = supervisor.looks + 3
-        await eventually(lambda: supervisor.looks > enough)
-        assert running.facts["hold"] == "the numbers of workers are not known"
-        supervisor.away = False
-        await eventually(lambda: supervisor.starting[P], 20)
-
-
 async def test_an_order_that_fails_is_no_failed_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):

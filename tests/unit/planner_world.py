@@ -45,18 +45,13 @@ class World:
         self.now = 1000.0
         self.prefill = PrefillLoad()
         self.decode = DecodeLoad()
-        self.hold = ""
         self.manual: dict[Role, int] = {}
-        self.reachable = True
-        #: No removal is begun.
-        self.no_victim = False
         #: (time, role, up) of every change that the planner has ordered.
         self.orders: list[tuple[float, Role, bool]] = []
 
     def seen(self) -> Seen:
-        roles = {role: self._role(role, pool) for role, pool in self.pools.items()}
         return Seen(
-            roles=roles if self.reachable else {},
+            roles={role: self._role(role, pool) for role, pool in self.pools.items()},
             prefill=self.prefill,
             decode=self.decode,
             manual=self.manual,
@@ -86,7 +81,7 @@ class World:
         for pool in self.pools.values():
             self._pass_time(pool)
         self.memory, proposal = plan(self.memory, self.seen(), self.limits, self.now)
-        for action in () if self.hold else proposal.actions:
+        for action in proposal.actions:
             self._do(action)
         return proposal
 
@@ -100,8 +95,6 @@ class World:
         pool.draining = [at for at in pool.draining if at > self.now]
 
     def _do(self, change: Change) -> None:
-        if self.no_victim and change.kind == "remove":
-            return
         pool = self.pools[change.role]
         self.memory = begun(self.memory, change)
         if change.kind == "withdraw":

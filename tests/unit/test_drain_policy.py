@@ -42,13 +42,6 @@ def test_the_least_busy_and_of_equal_ones_the_youngest():
     assert found == Victim(record=endpoint_record(2, started_at=9.0), reason=reason)
 
 
-def test_one_that_cannot_work_goes_first_and_an_unknown_one_last():
-    assert chosen(candidate(1), candidate(2, 9, serves=False, started_at=-1.0)) == 2
-    assert chosen(candidate(1), candidate(2, None, serves=False)) == 2
-    assert chosen(candidate(1, None, started_at=9.0), candidate(2, 900)) == 2
-    assert chosen(candidate(1, None), candidate(2, None, started_at=1.0)) == 2
-
-
 def test_the_last_one_that_can_work_stays():
     assert chosen(candidate(1)) is None
     assert chosen(candidate(1), force=True) == 1

@@ -160,16 +160,6 @@ def test_a_removal_that_ends_within_a_tick_begins_no_window():
 # Both
 
 
-def test_a_removal_that_was_not_begun_is_no_change():
-    w = world(decode=Pool(ready=3))
-    w.no_victim = True
-    proposals = w.run(LIMITS.down_window_s + 60)
-    assert removes(proposals[-1], D)
-    w.decode = decode_load(5)
-    w.tick()
-    assert adds(w.tick(), D) == 3
-
-
 def test_while_workers_start_none_is_removed():
     role = RoleSeen(counts=RoleCounts(starting=1, ready=2))
     seen = Seen(roles={P: role}, manual={P: 1})
@@ -279,14 +269,15 @@ def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
     assert pauses[-1] > 1.5 * pauses[0]
 
 
-def test_a_start_has_the_configured_timeout():
-    seen = Seen(roles={P: RoleSeen(counts=RoleCounts(ready=1, starting=2))})
-    memory, proposal = plan(PlannerMemory(), seen, LIMITS, 0.0)
-    assert proposal.actions == ()
-    memory, proposal = plan(memory, seen, LIMITS, 40.0)
-    assert proposal.actions == ()
-    _, proposal = plan(memory, seen, LIMITS, 41.0)
-    assert [(a.kind, a.by) for a in proposal.actions] == [("withdraw", -2)]
+def test_a_device_moves_when_its_worker_is_not_needed_any_more():
+    w = world(Pool(ready=1), Pool(ready=3), budget_devices=4, down_window_s=100.0)
+    w.prefill, w.decode = prefill_load(1200), decode_load(1.2)
+    said = w.run(95)[-1].roles[P].reason
+    assert said.startswith("no device is free within the budget; 1 more: 1200 tokens/s")
+    moves = [action for one in w.run(60) for action in one.actions]
+    assert [(one.kind, one.role) for one in moves] == [("remove", D), ("add", P)]
+    assert moves[0].reason.startswith("2 are enough")
+    assert (w.pools[P].count, w.pools[D].count) == (2, 2)
 
 
 def test_an_operator_s_number_is_reached_whatever_the_load():

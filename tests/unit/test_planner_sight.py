@@ -8,11 +8,9 @@ import pytest
 
 from dynamo_lite.cli import drain
 from dynamo_lite.cli.listing import Place
-from dynamo_lite.planner.observation import Observation, Observed
+from dynamo_lite.planner.observation import Observation, Observed, decode_load
 from dynamo_lite.planner.planner import Planner
 from dynamo_lite.planner.policy.inputs import DecodeLoad, PrefillLoad, Role
-from dynamo_lite.planner.policy.role import Change
-from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
@@ -136,16 +134,6 @@ async def test_the_rate_is_tokens_for_busy_seconds_of_the_last_minute(graph: Gra
     assert (await graph.look()).prefill.rate is None
 
 
-async def test_who_waits_for_a_remote_prefill_has_blocks(graph: Graph):
-    graph.worker("a", outstanding_jobs=2.0, outstanding_tokens=400.0)
-    known = (await graph.look()).decode
-    assert known.kv_waiting == pytest.approx(0.25)
-    graph.metrics["a"] = None
-    unknown = (await graph.look()).decode
-    assert unknown.kv_waiting is None
-    assert unknown.waiting == 3, "as it says at /health"
-
-
 async def test_rates_are_of_what_got_blocks_and_unknown_at_the_first_look(graph: Graph):
     verdicts = [("remote", 2.0), ("local", 1.0), ("passed", 9.0)]
     graph.worker("a")
@@ -159,13 +147,6 @@ async def test_rates_are_of_what_got_blocks_and_unknown_at_the_first_look(graph:
     graph.seen = msgspec.structs.replace(graph.seen, rate_s=0.0)
     load = (await graph.look()).decode
     assert load.admitted_per_s is load.tokens_per_s is None
-
-
-async def test_engines_without_remote_prefills_tell_of_none(graph: Graph):
-    graph.worker("a")
-    seen = await graph.look()
-    assert seen.decode.kv_waiting == pytest.approx(0.75)
-    assert seen.prefill.asked_per_s is seen.prefill.backlog is None
 
 
 def planner_of(serving: int = 0, *, owns: bool = False) -> Planner:
@@ -204,12 +185,6 @@ def observed_of(serving: int, state: str = "ready") -> Observed:
     return Observed(prefill=PrefillLoad(), decode=DecodeLoad(), workers=both)
 
 
-def test_no_order_follows_a_pause():
-    change = Change(role=Role.DECODE, kind="add", by=1, reason="")
-    with pytest.raises(Unavailable, match="paused"):
-        planner_of()._decided(WantedRecord(paused=""), change, 3)
-
-
 async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -245,3 +220,38 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     facts["cut_off"] = 2
     await leaving._look()
     assert leaving.forced
+
+
+# Sums of what decode workers report, and nothing for what is not
+
+REMOTE = 2
+
+
+def report(**changes: int | None) -> LiveProcess:
+    told = {"running": 10, "waiting": 4, "max_running": 32, **changes}
+    return LiveProcess(component="", instance=0, lease="", state="ready", kv_usage=0.5, **told)
+
+
+def test_all_workers_together():
+    load = decode_load([report(), report()], REMOTE)
+    assert (load.running, load.waiting) == (20, 8)
+    assert load.kv_used == 1.0
+    # Two of those that wait have their blocks; each of the others needs what a running one has.
+    assert load.queued == 6
+    assert load.kv_waiting == pytest.approx(6 * 0.05)
+    assert load.max_running == 32
+
+
+def test_a_silent_worker_leaves_the_sums_incomplete():
+    load = decode_load([report(), report(running=None)], REMOTE)
+    assert load.running == 10
+    assert load.waiting is load.queued is load.kv_waiting is None
+    assert decode_load([report(running=None)], REMOTE).running is None
+
+
+def test_it_may_not_be_known_who_waits_for_memory():
+    load = decode_load([report()], None)
+    assert load.kv_waiting is load.queued is None
+    assert load.waiting == 4
+    idle = decode_load([report(waiting=0)], None)
+    assert (idle.queued, idle.kv_waiting) == (0, 0)
