@@ -18,11 +18,6 @@ from tests.servers import private_server
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-async def test_a_lease_that_is_gone_is_no_trouble(etcd_url: str, caplog: pytest.LogCaptureFixture):
-    assert await revoke_lease(etcd_url, 0x1234)
-    assert caplog.messages == []
-
-
 async def test_a_refused_login_is_logged_without_the_password(
     tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ):

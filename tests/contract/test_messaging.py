@@ -535,16 +535,6 @@ async def test_a_service_whose_end_is_cancelled_leaves_no_subscription(
             await messaging.request("s", b"", timeout_s=5)
 
 
-async def test_leaving_during_an_outage_leaves_no_task_behind(nats_server: PrivateServer) -> None:
-    before = asyncio.all_tasks()
-    async with NatsMessaging(nats_server.url) as messaging:
-        with pytest.raises(NoResponders):
-            await messaging.request("s", b"", timeout_s=5)
-        await nats_server.kill()
-        await wait_for_connection(messaging, False)
-    assert asyncio.all_tasks() == before
-
-
 @pytest.mark.parametrize(
     ("owner", "step"), [(TcpTransport, "connect"), (Client, "_process_connect_init")]
 )

@@ -165,17 +165,6 @@ async def test_a_long_job_is_not_passed_over_for_ever(open_queue: Opener):
     assert taken == [b"short"] * PATIENCE + [b"long"]
 
 
-async def test_a_pull_may_leave_lanes_out(open_queue: Opener):
-    queue = await open_queue()
-    await push(queue, b"long")
-    assert await queue.pull(timeout_s=0.05, lanes=(Lane.URGENT, Lane.SHORT)) is None
-    pulling = asyncio.create_task(queue.pull(timeout_s=5, lanes=(Lane.SHORT,)))
-    await push(queue, b"short", Lane.SHORT)
-    job = await pulling
-    assert job is not None and job.payload == b"short"
-    assert (await pull(queue)).payload == b"long"
-
-
 async def test_a_pull_ends_at_its_deadline_while_another_one_waits_for_the_same_lanes(
     open_queue: Opener,
 ):
@@ -192,18 +181,6 @@ async def test_a_pull_ends_at_its_deadline_while_another_one_waits_for_the_same_
     assert job is not None and job.payload == b"short"
 
 
-async def test_a_waiting_pull_takes_from_any_lane(open_queue: Opener):
-    queue = await open_queue()
-    for lane in Lane:
-        pulling = asyncio.create_task(pull(queue))
-        await asyncio.sleep(0)
-        await push(queue, lane.value.encode(), lane)
-        job = await pulling
-        assert job.payload.decode() == lane.value
-        await job.ack()
-    await until_total(queue, 0)
-
-
 async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
     queue = await open_queue(QueueConfig(max_jobs=3))
     sequence = await queue.push(b"a", message_id="once", lane=Lane.SHORT)
@@ -218,15 +195,6 @@ async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
     assert held.payload == b"c"
     await held.ack()
     await until_total(queue, 1)
-
-
-async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
-    queues = [await open_queue(), await open_queue()]
-    pulling = [asyncio.create_task(pull(queue)) for queue in queues for _ in range(4)]
-    for i in range(8):
-        await push(queues[0], bytes([i]))
-    jobs = await asyncio.gather(*pulling)
-    assert sorted(job.payload for job in jobs) == [bytes([i]) for i in range(8)]
 
 
 async def test_the_cap_is_exact(open_queue: Opener):
@@ -271,15 +239,6 @@ async def test_a_job_is_delivered_once(open_queue: Opener):
         await push(other, b"c")
     assert await other.delete(job.sequence)
     await until_total(other, 1)
-
-
-async def test_a_second_end_of_a_job_does_nothing(open_queue: Opener):
-    queue = await open_queue()
-    await push(queue, b"a")
-    job = await pull(queue)
-    await job.ack()
-    await job.ack()
-    await until_total(queue, 0)
 
 
 @pytest.mark.parametrize("pulled", [False, True])

@@ -5,8 +5,6 @@ import ctypes
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -14,7 +12,7 @@ from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailabl
 from dynamo_lite.runtime.clock import Clock, boottime
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from tests.builders import eventually
 from tests.store_outages import put_when_back, take
 
@@ -105,24 +103,6 @@ async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str
         with pytest.raises(LeaseLost):
             await store.create(f"{namespace}/late", b"1", lease=lease)
         assert await store.revoke(lease.id) is False
-
-
-async def test_a_revoked_lease_is_noticed_by_its_keepalive(store: Store, namespace: str) -> None:
-    async with store.lease(5) as lease:
-        await store.put(f"{namespace}/own", b"1", lease=lease)
-        await store.revoke(lease.id)
-        async with asyncio.timeout(4):
-            assert await lease.lost() is LeaseLoss.REVOKED
-
-
-async def test_a_lease_outlives_its_time_to_live(store: Store, namespace: str) -> None:
-    async with store.lease(3) as lease:
-        await store.put(f"{namespace}/own", b"1", lease=lease)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(lease.ttl_s * 1.5):
-                await lease.lost()
-        assert lease.remaining_s() > 0
-        assert await store.get(f"{namespace}/own") == b"1"
 
 
 # Watches
@@ -247,18 +227,6 @@ async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:
         assert lease.remaining_s() == 0
         assert lease.loss is LeaseLoss.EXPIRED
         assert await lease.verify() is LeaseLoss.EXPIRED
-
-
-async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
-    holder = await EtcdStore(etcd_server.url).__aenter__()
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        granted = await holder._client.lease(2)  # it is not kept alive
-        lease = cast("Lease", SimpleNamespace(id=granted.id, loss=None))
-        await holder.put("n/own", b"1", lease=lease)
-        assert await take(events) == Put("n/own", b"1")
-        await holder.__aexit__()
-        assert await take(events, timeout_s=6) == Delete("n/own")
 
 
 async def test_a_missing_server_is_named_without_credentials() -> None:

@@ -16,7 +16,7 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
-from dynamo_lite.runtime.tls import TlsFiles, tls_refusal
+from dynamo_lite.runtime.tls import TlsFiles
 
 Parse = Callable[[str], ServerAddress]
 
@@ -186,25 +186,6 @@ def test_other_urls_are_refused(parse: Parse, url: str, complaint: str) -> None:
     (mistake,) = failure.value.mistakes
     assert complaint in mistake
     assert "s3cret" not in mistake
-
-
-@pytest.mark.parametrize(
-    ("text", "meaning"),
-    [
-        ("certificate verify failed: Hostname mismatch, certificate is not", "another name"),
-        ("SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: unable", "not trusted"),
-        ("[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert", "client's certificate"),
-        ("SSL_ERROR_SSL: OPENSSL_internal:SSLV3_ALERT_BAD_CERTIFICATE: OK", "client's certificate"),
-        (
-            "UNAVAILABLE: ipv4:127.0.0.1:1: Unwrap failed (TSI_DATA_CORRUPTED)",
-            "client's certificate",
-        ),
-        ("OPENSSL_internal:WRONG_VERSION_NUMBER: Invalid certificate", "does not speak TLS"),
-    ],
-)
-def test_what_a_failed_handshake_means(text: str, meaning: str) -> None:
-    assert meaning in (tls_refusal(text) or "")
-    assert tls_refusal("Connection refused") is None
 
 
 def test_a_client_on_the_same_machine_uses_loopback() -> None:

@@ -14,7 +14,6 @@ from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.address import host_port, is_loopback
-from dynamo_lite.runtime.tracing import TracingOptions
 from dynamo_lite.serve.child_environment import VARIABLES, child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
 from dynamo_lite.serve.document import read_document
@@ -83,12 +82,6 @@ def test_the_kv_router_is_a_section_of_its_own(load: Loader):
     mistakes = load.mistakes(GOOD, f"{section}.kv-weight=-1", f"{section}.weight=1")
     assert ["Frontend.kv-router.kv-weight" in m for m in mistakes] == [True, False]
     assert "did you mean kv-weight?" in mistakes[1]
-
-
-def test_traces_are_off_unless_a_collector_is_named(load: Loader):
-    assert load(GOOD).shared.tracing is None
-    traced = load(GOOD, "--Graph.otlp-endpoint=http://127.0.0.1:4318", "--Graph.trace-ratio=0.1")
-    assert traced.shared.tracing == TracingOptions(endpoint="http://127.0.0.1:4318", ratio=0.1)
 
 
 def test_own_options_are_filled_the_rest_goes_to_vllm_and_overrides_win(load: Loader):
@@ -250,14 +243,6 @@ def test_a_file_that_is_no_configuration(load: Loader, text: str):
     assert load.mistakes(text)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_document(load.file.parent, [])
-
-
-def test_graphs_do_not_interfere(load: Loader):
-    content = {k: v for k, v in GOOD.items() if k != "PrefillWorker"}
-    alone = load.worker(content=content, graph=agg.Frontend)
-    asked = load.worker("--VllmWorker.remote-prefill=true", content=content, graph=agg.Frontend)
-    remote = [each.options["remote_prefill"] for each in (alone, load.worker(), asked)]
-    assert remote == [False, True, True]
 
 
 def test_a_graph_is_complete_and_without_doubles():

@@ -113,11 +113,3 @@ def test_devices_are_handed_out_in_order_and_one_that_needs_none_has_none():
     ]
     world.of(D)[0].done.set()
     assert world.fleet.add(P).launch.devices == ("gpu0",)
-
-
-def test_a_graph_with_too_few_devices_is_not_started():
-    def keep(_service: Any, number: int, devices: tuple[str, ...]) -> Any:
-        return Instance(P, number, devices)
-
-    with pytest.raises(StartupError, match="PrefillWorker: needs 1 devices, 0 are free"):
-        Fleet([service(P, 3, 1)], ("0", "1"), keep)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from dynamo_lite.runtime.process.held_keys import HeldKeys
-from dynamo_lite.runtime.store import Delete, Lease, Put
+from dynamo_lite.runtime.store import Lease
 from dynamo_lite.runtime.tasks import OwnedTasks
-from tests.builders import eventually
 from tests.unit.process_run import RefusingStore
 
-KEY, OTHER = "n/one", "n/other"
+KEY = "n/one"
 
 
 class Rig:
@@ -57,35 +56,3 @@ async def test_a_key_that_is_released_while_it_is_put_back_is_deleted(rig: Rig) 
         rig.store.go.set()
         assert await released
     assert await rig.store.get(KEY) is None
-
-
-async def test_each_released_key_is_deleted_when_the_store_is_back_and_one_held_again_stays(
-    rig: Rig,
-) -> None:
-    await rig.keys.hold(KEY, b"1")
-    await rig.keys.hold(OTHER, b"2")
-    rig.store.deletes = 2
-    assert not await rig.keys.release(KEY, OTHER)
-    await rig.keys.hold(KEY, b"again")
-
-    async def deleted() -> bool:
-        return await rig.store.get(OTHER) is None
-
-    await eventually(deleted)
-    assert await rig.store.get(KEY) == b"again"
-    assert (rig.store.deleted.count(KEY), rig.store.deleted.count(OTHER)) == (1, 2)
-
-
-@pytest.mark.parametrize("lost", [KEY, OTHER])
-@pytest.mark.parametrize("released", [True, False])
-async def test_a_lost_key_comes_back_whichever_it_is(rig: Rig, lost: str, released: bool) -> None:
-    await rig.keys.hold(KEY, b"1")
-    await rig.keys.hold(OTHER, b"1")
-    if released:
-        [other] = {KEY, OTHER} - {lost}
-        await rig.keys.release(other)
-    async with rig.store.watch(lost) as events, asyncio.timeout(5):
-        await anext(events)
-        await rig.store.delete(lost)
-        assert await anext(events) == Delete(lost)
-        assert await anext(events) == Put(lost, b"1")

@@ -1,24 +1,21 @@
 """The life of one process, on the in-process twins and on real servers."""
 
 import asyncio
-import contextlib
 import os
 import signal
 
-import msgspec
 import pytest
 
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.host import ProcessEnvironment
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
 from dynamo_lite.runtime.store import Lease, LeaseLoss
 from tests.builders import eventually
 from tests.twins.servers import MemoryStore
-from tests.unit.process_run import RefusingStore, Run, get
+from tests.unit.process_run import RefusingStore, Run
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -97,23 +94,6 @@ async def test_a_hangup_is_a_stop_unless_it_is_ignored(ignored: bool) -> None:
     assert stop.reason == ("SIGTERM" if ignored else "SIGHUP")
 
 
-async def test_status_is_served(run: Run) -> None:
-    async with run.ready() as report:
-        url = report["status_url"]
-        status, body = await get(f"{url}/health")
-        facts = msgspec.json.decode(body)
-        assert (status, facts["ok"], facts["state"], facts["jobs"]) == (200, True, "ready", 3)
-        status, body = await get(f"{url}/metrics")
-        assert status == 200 and b"dynamo_lite_nats_connected 1.0" in body
-        run.worker.healthy = False
-        assert (await get(f"{url}/health"))[0] == 503
-        run.worker.healthy = True
-        run.messaging.set_connected(False)
-        assert (await get(f"{url}/health"))[0] == 503
-        run.messaging.set_connected(True)
-        assert b"dynamo_lite_nats_reconnects_total 1.0" in (await get(f"{url}/metrics"))[1]
-
-
 class KeysFirst(MemoryStore):
     """Revokes as etcd does: the keys go first, and a look in between finds the lease alive."""
 
@@ -140,15 +120,6 @@ async def test_a_revoked_lease_drains_and_exits_0(store: type[MemoryStore]) -> N
     assert (await run.until("draining"))["reason"] == "lease revoked"
     assert await exit_code == 0
     assert run.worker.calls == ["start", "drain 30", "close"]
-
-
-async def test_an_expired_lease_exits_75() -> None:
-    run = Run(lease_ttl_s=1.0)
-    exit_code = run.start()
-    await run.until("ready")
-    run.store.set_available(False)
-    assert (await run.until("draining"))["reason"] == "lease expired"
-    assert await exit_code == 75
 
 
 async def test_a_lease_that_expires_during_the_start_is_its_cause() -> None:
@@ -298,16 +269,3 @@ async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
     await asyncio.wait([process], timeout=5)
     assert process.cancelled()
     # The fixture finds tasks that are left.
-
-
-async def test_a_missing_server_is_a_failed_start(run: Run) -> None:
-
-    @contextlib.asynccontextmanager
-    async def missing(_: ProcessSpec):
-        raise StartupError("cannot use etcd at http://x")
-        yield
-
-    run.environment = ProcessEnvironment(open_store=missing)
-    assert await run.start() == 1
-    assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
-    assert run.worker.calls == []

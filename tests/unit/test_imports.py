@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.runtime.process import imports
-from dynamo_lite.runtime.process.imports import import_in_thread, import_large
+from dynamo_lite.runtime.process.imports import import_in_thread
 
 
 @pytest.fixture
@@ -22,21 +22,13 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gc.unfreeze()
 
 
-async def test_nothing_is_collected_during_an_import(large: str):
+async def test_the_collector_is_off_during_an_import_only_and_the_first_one_is_exempt(large: str):
     await import_in_thread(large)
     assert sys.modules[large].COLLECTS is False
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > 0
-
-
-async def test_the_collector_is_on_after_an_import_that_fails(large: str):
+    assert gc.isenabled() and gc.get_freeze_count() > 0
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread(f"{large}_that_is_not_there")
     assert gc.isenabled()
-
-
-async def test_a_second_import_exempts_nothing_from_collection(large: str):
-    import_large(large)
     gc.unfreeze()
     await import_in_thread(large)
     assert gc.get_freeze_count() == 0

@@ -2,13 +2,11 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.cli import listing, scale
+from dynamo_lite.cli import scale
 from dynamo_lite.cli.listing import (
     as_table,
     member_rows,
@@ -38,21 +36,6 @@ async def test_a_member_says_how_it_is(facts: dict, state: str):
         rows = await member_rows(records, None)
     assert [row["state"] for row in rows] == [state, state]
     assert f"  {state}  " in as_table(rows)
-
-
-@pytest.mark.parametrize(
-    ("age_s", "shown"), [(-5.0, "0s"), (119.5, "119s"), (7199.0, "119m"), (7200.0, "2h")]
-)
-async def test_a_member_has_an_age_and_a_version(
-    monkeypatch: pytest.MonkeyPatch, age_s: float, shown: str
-):
-    monkeypatch.setattr(listing, "time", SimpleNamespace(time=lambda: 1000.0 + age_s))
-    plain = endpoint_record(10, started_at=1000.0, status_url="u")
-    records = [msgspec.structs.replace(plain, version=version) for version in ("", "9.9.9")]
-    rows = await member_rows(records, None)
-    assert [row["version"] for row in rows] == ["-", "9.9.9"]
-    assert {row["age"] for row in rows} == {max(0.0, age_s)}
-    assert as_table(rows).split()[-1] == shown
 
 
 @pytest.mark.parametrize(

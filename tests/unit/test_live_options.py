@@ -9,15 +9,10 @@ from dynamo_lite.cli import live_options
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.live_options import (
     LIVE_OPTIONS,
-    LiveOptionsRecord,
-    applied,
-    decode_live_options,
 )
-from dynamo_lite.protocol.options import DisaggOptions, KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from tests.builders import endpoint_record
@@ -90,42 +85,12 @@ def test_bad_edits_come_with_what_is_accepted(word: str, complaint: str):
     assert complaint in caught.value.mistakes[0]
 
 
-def test_every_mistake_is_named():
-    with pytest.raises(ConfigError) as caught:
-        live_options.parse_edits(["a=1", "VllmWorker.max-remote-prefills=0", "b"])
-    assert len(caught.value.mistakes) == 3
-
-
 def test_a_component_stands_for_all_of_its_keys():
     assert live_options.parse_unsets(["VllmWorker"]) == {
         WORKER: dict.fromkeys(LIVE_OPTIONS[WORKER], UNSET)
     }
     with pytest.raises(ConfigError):
         live_options.parse_unsets(["PrefillWorker"])
-
-
-def test_a_record_is_this_json_and_comes_back():
-    values = {"max-local-prefill-length": 256, "single-flight-min-length": None}
-    data = encode_json(LiveOptionsRecord(values=values))
-    assert data == (b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null}}')
-    assert decode_live_options(data, WORKER) == values
-    # As an earlier release wrote it.
-    assert decode_live_options(data[:-1] + b',"version":3,"by":"me@here"}', WORKER) == values
-
-
-def test_an_engine_takes_what_was_set_and_its_file_for_the_rest():
-    file = DisaggOptions(max_local_prefill_length=50)
-    now = applied({"max-local-prefill-length": 20, "queue-view-max-age-s": 1.0}, file)
-    assert now.max_local_prefill_length == 20
-    assert now.max_prefill_queue_size == 8
-    assert now.queue_view_max_age_s == 1.0
-    assert (now.remote_prefill_timeout_s, now.max_remote_prefills) == (30.0, 2)
-    assert applied({}, file) == file
-
-
-def test_null_is_a_value_of_its_own():
-    file = DisaggOptions(single_flight_min_length=5)
-    assert applied({"single-flight-min-length": None}, file).single_flight_min_length is None
 
 
 async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
@@ -162,11 +127,3 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
     ]
     assert await rows(WORKER) == [first | {"file": []}]
     assert await rows("Frontend", *members) == []
-
-
-def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
-    file = KvRoutingOptions(kv_weight=3.0)
-    assert applied({}, file, "kv_router").kv_weight == 3.0
-    values = decode_live_options(b'{"values":{"kv-router.kv-weight":0.5}}', "Router")
-    made = applied(values, file, "kv_router")
-    assert made.kv_weight == 0.5

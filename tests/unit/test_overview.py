@@ -120,18 +120,6 @@ def test_quantiles(observed: list[float], share: float, expected: float | None):
     assert found == (None if expected is None else pytest.approx(expected))
 
 
-def test_quantiles_are_of_what_was_observed_between_two_looks():
-    process, history = Process(), CounterHistory(60.0)
-    for _ in range(100):
-        process.ttft.labels("m").observe(0.05)
-    history.add(0.0, {"f": process.samples()})
-    assert view(history).ttft.p50_s is None
-    process.ttft.labels("m").observe(0.3)
-    history.add(1.0, {"f": process.samples()})
-    seen = view(history).ttft
-    assert (seen.count, seen.p50_s) == (1, pytest.approx(0.3))
-
-
 def test_rates_are_of_the_last_seconds_and_totals_of_all_time():
     process, history = Process(), CounterHistory(60.0)
     process.decide("local", "short", 40)
@@ -201,14 +189,6 @@ def test_a_job_that_is_computed_counts_before_the_depth_is_read_again(depth: flo
     history.add(0.0, {str(PREFILL): prefill.samples()})
     queue = view(history, facts={PREFILL: {**READY, "jobs": 2}}).queue
     assert (queue.jobs, queue.tokens) == (jobs, 2709)
-
-
-def test_who_cannot_reach_nats_is_counted():
-    facts = {
-        FRONTEND: {**READY, "nats_connected": False},
-        DECODE: {**READY, "nats_connected": True},
-    }
-    assert view(CounterHistory(60.0), facts=facts).trouble == ["1 of 3 processes cannot reach NATS"]
 
 
 def test_what_forwarders_know_and_answer():

@@ -41,8 +41,3 @@ def test_a_file_that_is_nowhere_is_bad_input(elsewhere: Path) -> None:
     for given in ("configs/ag.yaml", "ag.yaml", "configs/../agg.yaml"):
         with pytest.raises(ConfigError, match="no such file; `dynamo-lite examples` lists"):
             config_file(Path(given))
-
-
-def test_an_example_is_the_file_itself() -> None:
-    assert examples()["configs/agg.yaml"][0].read_text() == (ROOT / "configs/agg.yaml").read_text()
-    assert examples()["graphs.agg:Frontend"][0].read_text() == (ROOT / "graphs/agg.py").read_text()

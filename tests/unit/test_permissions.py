@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_lite.cli.access import etcd_commands, nats_configuration
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.permissions import Permissions, all_permissions
 
@@ -88,61 +87,3 @@ def test_permissions_end_with_the_namespace():
             assert subject.startswith(f"{NAMESPACE}_") or f".{NAMESPACE}_prefill_queue" in subject
             assert subject.split(".")[0] not in ("*", ">")
         assert all(prefix.startswith(f"{NAMESPACE}/") for prefix in (*one.read, *one.write))
-
-
-STREAM = names.prefill_stream(NAMESPACE)
-
-
-@pytest.mark.parametrize(
-    ("subject", "senders"),
-    [
-        (names.prefill_jobs_subject(NAMESPACE), ["VllmWorker"]),
-        (names.kv_subject(NAMESPACE, "VllmWorker"), ["VllmWorker"]),
-        (names.claim_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
-        (names.done_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
-        (names.first_token_subject(NAMESPACE, "e1"), ["PrefillWorker"]),
-        (f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.any", ["PrefillWorker"]),
-        (names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A), ["Frontend"]),
-        (names.fates_subject(NAMESPACE, 0x1A), ["Frontend"]),
-        (names.explain_subject(NAMESPACE, "e1"), ["Operator"]),
-    ],
-)
-def test_no_user_sends_what_another_component_sends(subject: str, senders: list[str]):
-    may = [who for who, one in ALL.items() if any(matches(p, subject) for p in one.publish)]
-    assert may == senders
-
-
-def test_no_user_writes_the_keys_of_another_component():
-    def writers(key: str) -> list[str]:
-        return holders(lambda one: any(key.startswith(prefix) for prefix in one.write))
-
-    metadata = names.nixl_metadata_key(NAMESPACE, "e1")
-    assert holders(lambda one: any(metadata.startswith(p) for p in (*one.read, *one.write))) == [
-        "VllmWorker",
-        "PrefillWorker",
-    ]
-    assert writers(metadata) == ["VllmWorker"]
-    assert writers(names.link_key(NAMESPACE, 0x1A, "e2")) == ["PrefillWorker"]
-    for key in (
-        names.planner_wanted_key(NAMESPACE),
-        names.planner_leader_key(NAMESPACE),
-    ):
-        assert writers(key) == ["Planner"]
-    for name in (name for name in ALL if name != "Operator"):
-        own = [name, *(["Frontend"] if name == "Processor" else [])]
-        assert set(writers(names.endpoint_key(NAMESPACE, name, "x", 0x1A))) == set(own)
-
-
-def test_the_printed_text():
-    one = [ALL["Forwarder"]]
-    assert etcd_commands(NAMESPACE, one).splitlines()[2:] == [
-        "etcdctl role add n-1-Forwarder",
-        "etcdctl role grant-permission --prefix n-1-Forwarder read n-1/components/",
-        "etcdctl role grant-permission --prefix n-1-Forwarder readwrite n-1/components/Forwarder/",
-        "etcdctl user add n-1-Forwarder",
-        "etcdctl user grant-role n-1-Forwarder n-1-Forwarder",
-    ]
-    text = nats_configuration(NAMESPACE, one)
-    assert 'user: "n-1-Forwarder", password: $N_1_FORWARDER_PASSWORD' in text
-    assert 'publish: { deny: [">"] }' in text and '"n-1_forward.*.explain"' in text
-    assert "?login=FILE&inbox=_INBOX_n-1-Forwarder" in text and '"_INBOX_n-1-Forwarder.>"' in text

@@ -14,7 +14,6 @@ import pytest
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
 from tests.builders import eventually
@@ -52,16 +51,6 @@ def process(folder: Path, text: str, sockets: list[socket.socket], **options: An
     return RustProcess(
         path, http=http, inputs=inputs, outputs=outputs, arguments={"model_tag": "m"}, **options
     )
-
-
-async def test_it_is_ready_when_it_answers_and_killed_at_the_end(
-    tmp_path: Path, sockets: list[socket.socket]
-):
-    rust = process(tmp_path, SERVER.replace("STATUS", "200"), sockets)
-    async with rust:
-        await rust.wait_ready(url_of(sockets[0]))
-        assert not rust.ended and is_alive(rust.pid)
-    assert rust.ended and not is_alive(rust.pid)
 
 
 async def test_a_start_that_fails_is_reported_with_its_last_lines(

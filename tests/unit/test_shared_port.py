@@ -1,9 +1,5 @@
 """One port for several processes: the supervisor's reservation and the Frontends' sockets."""
 
-import contextlib
-import socket
-from collections import Counter
-
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
@@ -18,27 +14,6 @@ HOST = "127.0.0.1"
 def frontend(workers: int, port: int = 0, host: str = HOST) -> ServiceConfig:
     options = {"host": host, "port": port, "router": "kv"}
     return ServiceConfig(service=FRONTEND, workers=workers, env=(), options=options, flags={})
-
-
-@pytest.mark.parametrize("host", [HOST, "::1"])
-def test_every_process_gets_connections_of_the_reserved_port(host: str):
-    with shared_port(frontend(2, host=host)) as service, contextlib.ExitStack() as stack:
-        port = service.options["port"]
-        assert port > 0 and service.options["router"] == "kv"
-        listeners = [stack.enter_context(bind(host, port, shared=True)) for _ in range(2)]
-        for listener in listeners:
-            listener.listen()
-            listener.setblocking(False)
-        # Each goes to one of two by a hash: that all go to one has a chance of 2 ** -63.
-        for _ in range(64):
-            stack.enter_context(socket.create_connection((host, port), timeout=5))
-        accepted: Counter[int] = Counter()
-        for number, listener in enumerate(listeners):
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    stack.enter_context(listener.accept()[0])
-                    accepted[number] += 1
-        assert accepted.total() == 64 and min(accepted[0], accepted[1]) > 0
 
 
 def test_a_reserved_port_is_in_use_for_all_others():

@@ -149,13 +149,6 @@ async def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.L
 
 
 @virtual
-async def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixture):
-    async with running(fails_on_its_way_out(), name="follower"):
-        await asyncio.sleep(1)
-    assert "task follower failed" in caplog.text and "on its way out" in caplog.text
-
-
-@virtual
 async def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(
     caplog: pytest.LogCaptureFixture,
 ):
@@ -180,20 +173,6 @@ async def test_a_body_ends_with_the_failure_of_a_task_that_it_needs(
     await asyncio.sleep(1)
     assert left == ["body"]
     assert [record.getMessage() for record in caplog.records] == ["task follower failed"]
-
-
-@virtual
-async def test_a_needed_task_that_ends_or_does_not_changes_nothing():
-    async with needed() as on_failure:
-        async with (
-            running(asyncio.sleep(0), name="short", on_failure=on_failure) as short,
-            running(forever(), name="long", on_failure=on_failure),
-        ):
-            await short
-            await asyncio.sleep(1)
-    with pytest.raises(KeyError):
-        async with needed():
-            raise KeyError
 
 
 @virtual

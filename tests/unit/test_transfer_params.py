@@ -1,6 +1,5 @@
 """The parameters that a component hands to its engine's scheduler half."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +9,8 @@ import pytest
 from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
-    decode_params,
-    decode_params_of,
     pack,
     unpack,
-    with_first_token,
 )
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
@@ -54,30 +50,6 @@ def test_a_job_is_unpacked_as_it_was_packed():
         target=encode(TARGET),
         cell=Cell(2, 9),
     )
-
-
-def test_a_deadline_is_unpacked_as_it_was_packed():
-    params = DecodeRequestParams(deadline=12.5)
-    assert pack(params) == {"deadline": 12.5}
-    assert unpack(carried(params), DecodeRequestParams) == params
-
-
-@pytest.mark.parametrize("timeout_s", [None, 2.0])
-def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
-    params = with_first_token(decode_params(timeout_s, 10.0))
-    sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
-    asked = decode_params_of(sent)
-    assert asked.first_token
-    assert asked.time_left_s(11.0) == (math.inf if timeout_s is None else 1.0)
-
-
-def test_without_being_asked_for_no_first_token_is_wanted():
-    assert not decode_params_of(carrier(None)).first_token
-    assert not decode_params_of(carrier(decode_params(2.0, 10.0))).first_token
-
-
-def test_unknown_keys_are_ignored():
-    assert unpack(carrier(pack(PARAMS) | {"more": object()}), PrefillJobParams) == PARAMS
 
 
 @pytest.mark.parametrize(
