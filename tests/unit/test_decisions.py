@@ -16,7 +16,7 @@ from dynamo_lite.protocol.decisions import (
     QueueSeen,
     decode_explained,
 )
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 from tests.builders import ENGINE, ManualClock
 from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode, prompt
 
@@ -164,7 +164,7 @@ async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
 
 
-LIMITS = DecisionThresholds(
+LIMITS = DisaggOptions(
     max_local_prefill_length=10,
     max_prefill_queue_size=8,
     queue_view_max_age_s=3.0,
