@@ -7,6 +7,7 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Written
+from dynamo_lite.protocol.records import RankMetadata
 from tests.twins.mover import MemoryFabric, MemoryMover
 
 UNCLAIMED = f"{DROPPED}/unclaimed"
@@ -18,7 +19,8 @@ class Ranked:
 
     def __init__(self) -> None:
         self.mover = MemoryMover(MemoryFabric(), "d")
-        self.rank = DecodeRank(self.mover)
+        own = RankMetadata(agent=b"", memory="DRAM", device=0, regions=())
+        self.rank = DecodeRank(self.mover, own)
 
     def step(self, *notices: Written, **step) -> tuple[set[str], set[str]]:
         self.mover.inbox += [encode(notice) for notice in notices]
@@ -98,11 +100,11 @@ def test_notifications_of_many_other_claims_do_not_hide_its_own(ranked: Ranked):
     assert ranked.counted(UNCLAIMED) == 100
 
 
-@pytest.mark.parametrize("claim", [100, 143, 144, 399])
+@pytest.mark.parametrize("claim", [100, 275, 276, 1299])
 def test_what_comes_before_a_claim_is_bounded(ranked: Ranked, claim: int):
     ranked.step(expect={"a1": "r1"})
-    ranked.step(*(commit(100 + i) for i in range(300)))
-    # The last 256 are known.
-    known = claim >= 144
+    ranked.step(*(commit(100 + i) for i in range(1200)))
+    # The last 1,024 are known.
+    known = claim >= 276
     assert ranked.step(claims={"a1": claim}) == (({"r1"}, set()) if known else NOTHING)
-    assert not known or ranked.counted(UNCLAIMED) == 299
+    assert not known or ranked.counted(UNCLAIMED) == 1023
