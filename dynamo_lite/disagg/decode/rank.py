@@ -65,9 +65,7 @@ class DecodeRank:
     once.
     """
 
-    def __init__(
-        self, mover: Mover, own: RankMetadata, *, max_early: int = _MAX_EARLY
-    ):
+    def __init__(self, mover: Mover, own: RankMetadata, *, max_early: int = _MAX_EARLY):
         self._mover, self._own = mover, own
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
