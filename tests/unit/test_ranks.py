@@ -207,8 +207,8 @@ def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode
     assert decode.settle() == ({"r1"}, set())
     assert decode.settle() == (set(), set()) and decode.rank.report() is None
     assert prefill.ended() == (set(), {})
-    prefill.step(ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(ended=[("a1", True)])
+    assert prefill.ended() == ({"a1"}, {})
     assert prefill.ended() == (set(), {})
 
 
@@ -216,8 +216,8 @@ def test_all_that_is_written_says_its_claim(prefill, decode):
     decode.settle(expect={"a1": "r1"})
     cell = prefill.claim(8, for_s=1.0).cell
     prefill.step(blocks([3, 4], [10, 11], cell=cell), targets=targets(decode))
-    prefill.step(blocks([7], [20], last=True, first=2, cell=cell), ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(blocks([7], [20], last=True, first=2, cell=cell), ended=[("a1", True)])
+    assert prefill.ended() == ({"a1"}, {})
     said = [decode_written(notice) for notice in decode.mover.inbox]
     assert [(one.attempt, one.claim) for one in said] == [("a1", 8), ("a1", 8)]
     assert [(one.first, one.num_blocks, one.last) for one in said] == [(0, 2, False), (0, 4, True)]
@@ -233,7 +233,7 @@ def test_an_attempt_whose_claim_does_not_hold_is_never_written(prefill, decode, 
         blocks([3], [10], last=complete, cell=opened.cell),
         blocks([1], [2], attempt="a2", cell=prefill.claim(2, for_s=1.0).cell),
         targets=targets(decode),
-        ended=[("p-a1", True)] if complete else [],
+        ended=[("a1", True)] if complete else [],
     )
     assert decode.memory.written() == {2: 101}
     opened.free()
@@ -243,8 +243,8 @@ def test_an_attempt_whose_claim_does_not_hold_is_never_written(prefill, decode, 
     if not complete:
         assert prefill.ended() == (set(), {})
         prefill.step(blocks([4], [11], cell=opened.cell))
-        prefill.step(ended=[("p-a1", False)])
-    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
+        prefill.step(ended=[("a1", False)])
+    assert prefill.ended() == ({"a1"}, {"a1": NOT_HELD})
     assert decode.memory.written() == {2: 101} and len(prefill.mover.started) == 1
     prefill.step(blocks([5], [12], attempt="a3", cell=again.cell))
     assert decode.memory.written() == {2: 101, 12: 105}
@@ -257,8 +257,8 @@ def test_a_renewed_claim_goes_on_being_written(prefill, decode):
         opened.hold_until(prefill.now + 3.0)
         last = number == 3
         write = blocks([number], [number], last=last, first=number, cell=opened.cell)
-        prefill.step(write, targets=targets(decode), ended=[("p-a1", True)] if last else [])
-    assert prefill.ended() == ({"p-a1"}, {})
+        prefill.step(write, targets=targets(decode), ended=[("a1", True)] if last else [])
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.memory.written() == {0: 100, 1: 101, 2: 102, 3: 103}
 
 
@@ -274,7 +274,7 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(blocks([2], [2]))
-    prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
+    prefill.step(blocks([3], [3], last=True), ended=[("a1", True)])
     assert len(prefill.mover.started) == 2
     prefill.mover.let_go(1)
     assert prefill.ended() == (set(), {})
@@ -284,7 +284,7 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
     assert len(prefill.mover.started) == 3
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
     prefill.mover.let_go()
-    assert prefill.ended() == ({"p-a1"}, {})
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.settle() == ({"r1"}, set())
     assert decode.memory.written() == {1: 101, 2: 102, 3: 103}
 
@@ -292,12 +292,12 @@ def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
 def test_nothing_is_written_before_the_step_that_computes_it_has_ended(prefill, decode):
     computed = False
     prefill.step(blocks([1], [1]), ready=lambda: computed, targets=targets(decode))
-    prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", True)])
     assert prefill.mover.started == []
     assert prefill.ended() == (set(), {})
     computed = True
     assert prefill.ended() == (set(), {})
-    assert prefill.ended() == ({"p-a1"}, {})
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.memory.written() == {1: 101, 2: 102}
 
 
@@ -317,12 +317,12 @@ def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.mover.started[0].failure = "connection reset"
     prefill.step(blocks([2], [2]))
-    prefill.step(blocks([3], [3], last=True), ended=[("p-a1", True)])
+    prefill.step(blocks([3], [3], last=True), ended=[("a1", True)])
     assert len(prefill.mover.started) == 1
     sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert "connection reset" in failures["p-a1"]
-    assert prefill.broken == {"e1": failures["p-a1"]}
+    assert sent == {"a1"}
+    assert "connection reset" in failures["a1"]
+    assert prefill.broken == {"e1": failures["a1"]}
     assert prefill.ended() == (set(), {}) and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
@@ -340,13 +340,13 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabr
     def lost() -> bool:
         raise TransferError("e1/0", "lost")
 
-    prefill.rank._writes._attempts["p-a1"].in_flight[0].write.done = lost
-    prefill.step(ended=[("p-a1", False), ("p-a2", False)])
+    prefill.rank._writes._attempts["a1"].in_flight[0].write.done = lost
+    prefill.step(ended=[("a1", False), ("a2", False)])
     assert prefill.ended() == (set(), {})
     assert list(prefill.broken) == ["e1"], "that does not wait for them"
-    prefill.step(blocks([4], [4], attempt="a3"), ended=[("p-a3", False)])
+    prefill.step(blocks([4], [4], attempt="a3"), ended=[("a3", False)])
     sent, failures = prefill.ended()
-    assert (sent, list(failures), prefill.broken) == ({"p-a3"}, ["p-a3"], {})
+    assert (sent, list(failures), prefill.broken) == ({"a3"}, ["a3"], {})
     getattr(prefill.mover, "let_go", list)()
     ended, deadline = dict[str, str | None](), time.monotonic() + WAIT_S
     while len(ended) < 2:
@@ -354,7 +354,7 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabr
         decode.settle()
         sent, failures = prefill.ended()
         ended |= {request: failures.get(request) for request in sent}
-    assert ended["p-a1"] is not None and ended["p-a2"] is None
+    assert ended["a1"] is not None and ended["a2"] is None
     assert decode.memory.written().items() >= {2: 102, 3: 103}.items()
     prefill.rank.close()
     decode.mover.close()
@@ -368,13 +368,13 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     prefill.step(blocks([3], [3], attempt="a2", last=True))
     prefill.mover.started[0].failure = "lost"
     prefill.mover.let_go()
-    prefill.step(ended=[("p-a1", True), ("p-a2", True)])
+    prefill.step(ended=[("a1", True), ("a2", True)])
     sent, failures = prefill.ended()
-    assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["p-a1", "p-a2"])
-    assert prefill.broken == {"e1": failures["p-a1"]}, "the other's failure follows from it"
+    assert (sent, sorted(failures)) == ({"a1", "a2"}, ["a1", "a2"])
+    assert prefill.broken == {"e1": failures["a1"]}, "the other's failure follows from it"
     prefill.mover.hold = False
-    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("p-a3", True)])
-    assert prefill.ended() == ({"p-a3"}, {})
+    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("a3", True)])
+    assert prefill.ended() == ({"a3"}, {})
     assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
 
 
@@ -391,10 +391,10 @@ def test_the_death_of_a_peer_fails_its_attempt_only(prefill, decode, fabric):
     prefill.mover.let_go()
     prefill.step(
         blocks([3], [3], attempt="a2", engine="e2", last=True),
-        ended=[("p-a1", False), ("p-a2", True)],
+        ended=[("a1", False), ("a2", True)],
     )
     sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["p-a1"])
+    assert (sent, list(failures)) == ({"a1", "a2"}, ["a1"])
     assert list(prefill.broken) == ["e1"]
     assert other.memory.written() == {2: 102, 3: 103}
 
@@ -414,26 +414,26 @@ def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
 @pytest.mark.parametrize("why", list(bad_targets(MemoryFabric())))
 def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fabric, why):
     prefill.step(blocks([1], [1]), targets=bad_targets(fabric)[why])
-    prefill.step(blocks([2], [2], last=True), ended=[("p-a1", True)])
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", True)])
     assert prefill.mover.started == []
     sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert failures["p-a1"].startswith("peer not usable")
+    assert sent == {"a1"}
+    assert failures["a1"].startswith("peer not usable")
     assert list(prefill.broken) == ["e1"]
     good = Decode(fabric, "e1")
     prefill.step(
         blocks([1], [1], attempt="a2", last=True),
         targets=targets(good),
-        ended=[("p-a2", True)],
+        ended=[("a2", True)],
     )
-    assert prefill.ended() == ({"p-a2"}, {})
+    assert prefill.ended() == ({"a2"}, {})
 
 
 @pytest.mark.parametrize("local", [[1], [1, 2, 3], [BLOCKS, BLOCKS + 1]])
 def test_blocks_that_do_not_pair_up_fail_the_attempt(prefill, decode, local):
-    prefill.step(blocks(local, [1, 2], last=True), targets=targets(decode), ended=[("p-a1", True)])
+    prefill.step(blocks(local, [1, 2], last=True), targets=targets(decode), ended=[("a1", True)])
     sent, failures = prefill.ended()
-    assert (sent, list(failures)) == ({"p-a1"}, ["p-a1"])
+    assert (sent, list(failures)) == ({"a1"}, ["a1"])
     if len(local) != 2:  # else NIXL refuses the write
         assert prefill.broken == {}, "another job may be written"
     assert decode.memory.written() == {}
@@ -453,9 +453,9 @@ def test_a_cell_that_shuts_between_two_writes_stops_the_second(prefill, decode, 
     prefill.step(blocks([2], [2], cell=opened.cell))
     # It does not go on where it stopped, should the claim be renewed after all.
     opened.hold_until(prefill.now + 3.0)
-    prefill.step(blocks([3], [3], last=True, cell=opened.cell), ended=[("p-a1", True)])
+    prefill.step(blocks([3], [3], last=True, cell=opened.cell), ended=[("a1", True)])
     assert decode.memory.written() == {1: 101}
-    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD}) and prefill.broken == {}
+    assert prefill.ended() == ({"a1"}, {"a1": NOT_HELD}) and prefill.broken == {}
     assert prefill.rank.stats.take()[STOPPED] == 1
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
@@ -467,11 +467,11 @@ def test_the_cell_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(pref
     prefill.step(
         blocks([2], [2], last=True, cell=opened.cell),
         ready=lambda: bool(computed),
-        ended=[("p-a1", True)],
+        ended=[("a1", True)],
     )
     prefill.now += 3.0
     computed.append(True)
-    assert prefill.ended() == ({"p-a1"}, {"p-a1": NOT_HELD})
+    assert prefill.ended() == ({"a1"}, {"a1": NOT_HELD})
     assert decode.memory.written() == {1: 101}
 
 
@@ -481,10 +481,10 @@ def test_a_write_in_flight_goes_on_for_a_while_after_its_claim(prefill, decode):
     prefill.step(blocks([1], [1], cell=opened.cell), targets=targets(decode))
     opened.hold_until(0.0)
     prefill.now += 3.0 + MOVE_S - 0.01
-    prefill.step(ended=[("p-a1", False)])
+    prefill.step(ended=[("a1", False)])
     assert prefill.ended() == (set(), {})
     prefill.mover.let_go()
-    assert prefill.ended() == ({"p-a1"}, {})
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.memory.written() == {1: 101}
     prefill.now += 60.0
     assert prefill.ended() == (set(), {}), "nothing is in flight any more"
@@ -513,7 +513,7 @@ def test_a_write_in_flight_beyond_that_is_not_moved_on_and_ends_the_engine(
             elif call == "step":
                 prefill.step(blocks([3], [3], attempt="a3"))
             else:
-                prefill.rank.drain_preempted(PrefillStep(preempted=["p-a2"]))
+                prefill.rank.drain_preempted(PrefillStep(preempted=["a2"]))
     assert decode.memory.written() == {} and prefill.mover.polls == polls
     assert len(prefill.mover.started) == 2
     prefill.rank.close()
@@ -540,10 +540,10 @@ def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill,
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     prefill.step(blocks([2], [2], last=True))
-    prefill.step(ended=[("p-a1", False)])
+    prefill.step(ended=[("a1", False)])
     assert prefill.ended() == (set(), {})
     prefill.mover.let_go()
-    assert prefill.ended() == ({"p-a1"}, {})
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.memory.written() == {1: 101}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
@@ -559,15 +559,15 @@ def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
         return MemoryTransfer.done(flying)
 
     flying.done = done
-    prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1", "unknown"]))
+    prefill.rank.drain_preempted(PrefillStep(preempted=["a1", "unknown"]))
     assert decode.memory.written() == {1: 101}
     assert next(polls, None) is None
 
     # It is computed again from its first block, in other blocks.
     prefill.mover.hold = False
     prefill.step(blocks([7], [1]))
-    prefill.step(blocks([8], [2], last=True), ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(blocks([8], [2], last=True), ended=[("a1", True)])
+    assert prefill.ended() == ({"a1"}, {})
     assert decode.memory.written() == {1: 107, 2: 108}
     assert decode.settle(expect={"a1": "r1"}) == ({"r1"}, set())
 
@@ -577,11 +577,11 @@ def test_a_commit_that_preemption_took_away_is_a_failure(prefill, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), blocks([2], [2], last=True), targets=targets(decode))
     prefill.mover.let_go()
-    prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1"]))
-    prefill.step(ended=[("p-a1", True)])
+    prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
+    prefill.step(ended=[("a1", True)])
     sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert "preempted" in failures["p-a1"] and prefill.broken == {}
+    assert sent == {"a1"}
+    assert "preempted" in failures["a1"] and prefill.broken == {}
     assert decode.settle(expect={"a1": "r1"}) == (set(), set())
 
 
@@ -591,7 +591,7 @@ def test_a_write_that_outlasts_preemption_ends_the_engine(fabric, decode):
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     with pytest.raises(TransferError, match="does not end"):
-        prefill.rank.drain_preempted(PrefillStep(preempted=["p-a1"]))
+        prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
 
 
 def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, decode):
@@ -599,8 +599,8 @@ def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, de
     prefill.step(blocks([1], [1], last=True), targets=targets(decode))
     prefill.rank.step(PrefillStep(forget=["e1", "never-met"]), lambda: True)
     prefill.mover.let_go()
-    prefill.step(ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(ended=[("a1", True)])
+    assert prefill.ended() == ({"a1"}, {})
     assert prefill.mover.removed == ["e1/0"]
 
 

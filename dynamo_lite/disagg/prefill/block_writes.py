@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters, note_child
-from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite
+from dynamo_lite.disagg.messages import NOT_HELD, BlockWrite, WritingAttempt
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import Staging, StagingSlot, split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import NULL_BLOCK, Written
-from dynamo_lite.runtime.claim_cells import Cell, Until
+from dynamo_lite.runtime.claim_cells import Until
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Mover, PollLimit, Transfer
 from dynamo_lite.transfer.block_map import descriptors
@@ -55,10 +55,7 @@ class _InFlightWrite:
 class OutgoingAttempt:
     """`BlockWrites` writes the fields, except where a field says otherwise."""
 
-    #: Engine id of the decode engine.
-    target: str
-    #: Of its claim.
-    cell: Cell
+    of: WritingAttempt
     #: The latest end of the claim that was seen, in seconds of CLOCK_BOOTTIME.
     until: float = 0.0
     #: Whether its request has finished, so that no write is added any more.
@@ -95,10 +92,9 @@ class BlockWrites:
     ):
         self._mover, self._memory, self._rank = mover, memory, rank
         self._peers, self._staging = peers, staging
-        self._stats, self._times = stats, _WriteTimes(stats, rank)
+        self._stats = stats
         self._until, self._move_s, self._limit = until, move_s, limit
         self._now, self._boottime = clock.monotonic, clock.boottime
-        #: By request.
         self._attempts: dict[str, OutgoingAttempt] = {}
 
     def __bool__(self) -> bool:
@@ -108,7 +104,7 @@ class BlockWrites:
     @property
     def in_flight(self) -> set[str]:
         """The engines with writes in flight."""
-        return {attempt.target for attempt in self._attempts.values() if attempt.in_flight}
+        return {each.of.target_engine for each in self._attempts.values() if each.in_flight}
 
     def check_limit(self) -> None:
         """To be called before any call of the mover that makes progress: it moves the data of all
@@ -117,24 +113,23 @@ class BlockWrites:
         for attempt in self._attempts.values():
             if all(flight.write.over for flight in attempt.in_flight):
                 continue
-            attempt.until = max(attempt.until, self._until(attempt.cell))
+            attempt.until = max(attempt.until, self._until(attempt.of.cell))
             limit = min(limit, attempt.until + self._move_s)
             if self._boottime() >= attempt.until + self._move_s:
                 # This ends the engine, which might else write into another request's blocks.
                 raise TransferError(
-                    attempt.target,
+                    attempt.of.target_engine,
                     f"a write is in flight {self._move_s:g} s after the end of its claim",
                 )
         self._limit.until = limit
 
     def add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started by `pump` as soon as it may start."""
-        attempt = self._attempts.setdefault(
-            write.request_id, OutgoingAttempt(write.target_engine, write.cell)
-        )
+        of = write.of
+        attempt = self._attempts.setdefault(of.attempt, OutgoingAttempt(of))
         if attempt.failure is None:
-            attempt.failure = self._peers.ensure_connected(write.target_engine)
-        layout = self._peers.layout(write.target_engine)
+            attempt.failure = self._peers.ensure_connected(of.target_engine)
+        layout = self._peers.layout(of.target_engine)
         parts = [write] if layout is None else split(write, layout)
         attempt.queue += [(part, ready) for part in parts]
 
@@ -148,26 +143,26 @@ class BlockWrites:
                 pass
             self._poll(attempt)
 
-    def end(self, request_id: str, *, complete: bool) -> None:
-        """The request has finished: no write is added any more. Unless it is complete, none starts
+    def end(self, name: str, *, complete: bool) -> None:
+        """Its request has finished: no write is added any more. Unless it is complete, none starts
         any more, either."""
-        attempt = self._attempts.setdefault(request_id, OutgoingAttempt("", Cell()))
+        attempt = self._attempts.setdefault(name, OutgoingAttempt(WritingAttempt(name, "")))
         attempt.ended = True
         if not complete:
             self._clear(attempt)
 
     def take_ended(self) -> dict[str, str | None]:
-        """Forgets the finished requests whose writes have all ended. Returns why not all was
-        written, by request."""
+        """Forgets the finished attempts whose writes have all ended. Returns why not all was
+        written, by attempt."""
         over = [
-            request_id
-            for request_id, attempt in self._attempts.items()
+            name
+            for name, attempt in self._attempts.items()
             if attempt.ended and not (attempt.in_flight or attempt.queue)
         ]
-        return {request_id: self._attempts.pop(request_id).failure for request_id in over}
+        return {name: self._attempts.pop(name).failure for name in over}
 
     def drain(self, preempted: Sequence[str]) -> None:
-        """Ends all writes from blocks of these requests, which are about to be overwritten.
+        """Ends all writes from blocks of these attempts, which are about to be overwritten.
 
         Waits for writes in flight, except those from staging slots: a commit of overwritten
         data must not arrive. A write to a dead peer ends in an error by itself. Raises
@@ -184,7 +179,7 @@ class BlockWrites:
                 if self._now() > deadline:
                     # This ends the engine, which might else send another request's KV.
                     raise TransferError(
-                        attempt.target,
+                        attempt.of.target_engine,
                         f"a write of a preempted job does not end within {_PREEMPTION_DRAIN_S:g} s",
                     )
                 self.check_limit()
@@ -213,7 +208,7 @@ class BlockWrites:
 
     def _holds(self, attempt: OutgoingAttempt) -> bool:
         """Whether its claim holds; if not, nothing more is written."""
-        until = self._until(attempt.cell)
+        until = self._until(attempt.of.cell)
         if self._boottime() < until:
             attempt.until = max(attempt.until, until)
             return True
@@ -223,7 +218,7 @@ class BlockWrites:
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes can be read. If they need staging, starts that first."""
-        layout = self._peers.layout(write.target_engine)
+        layout = self._peers.layout(write.of.target_engine)
         if layout is None:
             return True
         if attempt.slot is None:
@@ -232,14 +227,15 @@ class BlockWrites:
 
     def _start(self, attempt: OutgoingAttempt, write: BlockWrite) -> None:
         started = self._now()
-        self._times.started(write, started)
+        if write.last and self._rank == 0:
+            self._stats.add_stage("compute", started - write.of.scheduled)
         self._limit.until = min(self._limit.until, attempt.until + self._move_s)
-        peers = self._peers.of(write.target_engine)
+        peers = self._peers.of(write.of.target_engine)
         for peer in peers:
             if not self._holds(attempt):
                 break
             last = write.last and peer is peers[-1]
-            transfer = self._write(attempt, write, peer)
+            transfer = self._write(write, peer, attempt.slot)
             if transfer is None:
                 continue
             attempt.in_flight.append(_InFlightWrite(transfer, started, last, attempt.slot, write))
@@ -267,37 +263,33 @@ class BlockWrites:
             self._poll(attempt)
 
     def _write(
-        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank
+        self, write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None
     ) -> Transfer | None:
         """Starts the write into one rank; None if it has no layer that needs these blocks."""
-        local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
+        local_ids = write.local_ids if slot is None else range(len(write.remote_ids))
         groups = [(local_ids, write.remote_ids), *write.other_groups]
         if write.other_groups and any(NULL_BLOCK in local for local, _ in groups):
             raise ValueError("a block was given back before it was written")
         local_side, remote_side = descriptors(peer.blocks, groups)
         if not len(local_side):
             return None
-        if attempt.slot is not None:
-            local_side[:, 0] += np.uint64(attempt.slot.address)
+        if slot is not None:
+            local_side[:, 0] += np.uint64(slot.address)
         self._stats.add(BYTES, int(local_side[:, 1].sum()))
         self._stats.add(DESCRIPTORS, len(local_side))
+        notice = Written(
+            attempt=write.of.attempt,
+            claim=write.of.cell.claim,
+            rank=self._rank,
+            first=0 if write.last else write.first,
+            num_blocks=write.of.num_blocks if write.last else len(write.remote_ids),
+            writers=peer.writers,
+            parts=list(peer.parts),
+            last=write.last,
+        )
         memory = (self._memory, peer.memory)
-        notice = self._notice(attempt, write, peer)
-        return self._mover.write(peer.name, local_side, remote_side, memory=memory, notice=notice)
-
-    def _notice(self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> bytes:
-        """The notification that the write carries."""
-        return encode(
-            Written(
-                attempt=write.attempt,
-                claim=attempt.cell.claim,
-                rank=self._rank,
-                first=0 if write.last else write.first,
-                num_blocks=write.num_blocks if write.last else len(write.remote_ids),
-                writers=peer.writers,
-                parts=list(peer.parts),
-                last=write.last,
-            )
+        return self._mover.write(
+            peer.name, local_side, remote_side, memory=memory, notice=encode(notice)
         )
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
@@ -307,11 +299,24 @@ class BlockWrites:
                 if not flight.write.done():
                     still.append(flight)
                     continue
-                self._times.ended(flight, self._now())
+                self._ended(flight, self._now())
             except TransferError as exc:
                 self._fail(attempt, exc)
             self._staging.release(flight.slot)
         attempt.in_flight = still
+
+    def _ended(self, flight: _InFlightWrite, at: float) -> None:
+        """Counts how long a write took. Only the first rank, which is on the scheduler's host,
+        reports stages and spans."""
+        write, took_s = flight.of, at - flight.started
+        self._stats.append(SECONDS, took_s)
+        if self._rank:
+            return
+        if flight.last:
+            self._stats.add_stage("write", took_s)
+        if write.of.trace is not None:
+            about = {"dynamo_lite.blocks": len(write.remote_ids), "dynamo_lite.last": write.last}
+            note_child(self._stats, "transfer", write.of.trace, flight.started, at, about)
 
     def _fail(self, attempt: OutgoingAttempt, why: Exception) -> None:
         """Disconnects a failed peer: it may be dead. Once nothing is in flight, the next job
@@ -319,31 +324,4 @@ class BlockWrites:
         attempt.failure = str(why)
         self._clear(attempt)
         if isinstance(why, TransferError):
-            self._peers.failed(attempt.target, why)
-
-
-class _WriteTimes:
-    """Counts how long the writes of a rank take, and notes spans of traced jobs.
-
-    rank: index of the writing rank. Only the first rank, which is on the scheduler's host,
-    reports stages and spans.
-    """
-
-    def __init__(self, stats: Counters, rank: int):
-        self._stats, self._reports = stats, rank == 0
-
-    def started(self, write: BlockWrite, at: float) -> None:
-        """The write starts: its blocks have been computed."""
-        if self._reports and write.last:
-            self._stats.add_stage("compute", at - write.scheduled)
-
-    def ended(self, flight: _InFlightWrite, at: float) -> None:
-        self._stats.append(SECONDS, at - flight.started)
-        if not self._reports:
-            return
-        if flight.last:
-            self._stats.add_stage("write", at - flight.started)
-        write = flight.of
-        if write.trace is not None:
-            about = {"dynamo_lite.blocks": len(write.remote_ids), "dynamo_lite.last": write.last}
-            note_child(self._stats, "transfer", write.trace, flight.started, at, about)
+            self._peers.failed(attempt.of.target_engine, why)

@@ -51,13 +51,13 @@ class PrefixReads:
     @property
     def in_flight(self) -> set[str]:
         """The engines with reads in flight."""
-        return {reading.read.target_engine for reading in self._open if reading.in_flight}
+        return {reading.read.of.target_engine for reading in self._open if reading.in_flight}
 
     def start(self, read: PrefixRead) -> None:
         reading = _Reading(read)
         self._open.append(reading)
         try:
-            for source in self._peers.sources(read.target_engine):
+            for source in self._peers.sources(read.of.target_engine):
                 if not self._holds(read):
                     reading.failure = NOT_HELD
                     return
@@ -83,7 +83,7 @@ class PrefixReads:
         is removed: they stay reserved until then.
         """
         for reading in list(self._open):
-            removed = reading.read.target_engine not in self._peers.ending
+            removed = reading.read.of.target_engine not in self._peers.ending
             if not reading.in_flight and (removed or reading.failure is None):
                 self._open.remove(reading)
                 self._end(reading)
@@ -91,7 +91,7 @@ class PrefixReads:
         return settled
 
     def _holds(self, read: PrefixRead) -> bool:
-        return self._boottime() < self._until(read.cell)
+        return self._boottime() < self._until(read.of.cell)
 
     def _read(self, read: PrefixRead, source: RemoteRank) -> Transfer:
         there, here = source.blocks[0].descriptors(read.remote_ids, read.local_ids)
@@ -101,23 +101,19 @@ class PrefixReads:
     def _end(self, reading: _Reading) -> None:
         if reading.failure is None and not self._holds(reading.read):
             reading.failure = NOT_HELD
-        request_id = reading.read.request_id
+        attempt = reading.read.of.attempt
         if reading.failure == NOT_HELD:
-            self._results.lost.add(request_id)
+            self._results.lost.add(attempt)
             return
         if reading.failure is None:
-            self._results.received.add(request_id)
+            self._results.received.add(attempt)
         else:
-            self._results.lost.add(request_id)
-            logger.warning(
-                "request %s: attempt %s: prefix read failed, computing it instead: %s",
-                request_id,
-                reading.read.attempt,
-                reading.failure,
-            )
+            self._results.lost.add(attempt)
+            why = "attempt %s: prefix read failed, computing it instead: %s"
+            logger.warning(why, attempt, reading.failure)
         self._stats.add(f"{PREFIX_READ}/{'read' if reading.failure is None else 'failed'}")
 
     def _fail(self, reading: _Reading, why: Exception) -> None:
         reading.failure = str(why)
         if isinstance(why, TransferError):
-            self._peers.failed(reading.read.target_engine, why)
+            self._peers.failed(reading.read.of.target_engine, why)

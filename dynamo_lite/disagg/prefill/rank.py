@@ -64,7 +64,7 @@ class PrefillRank:
         self._writes.check_limit()
         self._peers.update(step)
         for read in step.reads:
-            self._peers.ensure_connected(read.target_engine)
+            self._peers.ensure_connected(read.of.target_engine)
             self._reads.start(read)
         for write in step.writes:
             self._writes.add(write, ready)

@@ -14,10 +14,10 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Block
 from dynamo_lite.disagg.messages import BlockWrite, PrefixRead, RankResults, WorkerReport
-from dynamo_lite.disagg.prefill.block_writes import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.transfer.base import Transfer
@@ -174,13 +174,13 @@ def watch(rank: PrefillRank, mover: SimMover) -> None:
     """Gives the mover the attempt of each write and read of the rank, for the invariants."""
     start_write, start_read = rank._writes._write, rank._reads.start
 
-    def write(attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer | None:
-        mover.attempt = write.attempt
-        return start_write(attempt, write, peer)
+    def write(write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None) -> Transfer | None:
+        mover.attempt = write.of.attempt
+        return start_write(write, peer, slot)
 
     def read(read: PrefixRead) -> None:
-        mover.attempt = read.attempt
-        mover.cells[read.attempt] = read.cell
+        mover.attempt = read.of.attempt
+        mover.cells[read.of.attempt] = read.of.cell
         start_read(read)
 
     rank._writes._write, rank._reads.start = write, read
