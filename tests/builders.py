@@ -166,9 +166,10 @@ def always_held(_cell: Cell) -> float:
 
 
 def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) -> BlockWrite:
-    own = {field.name for field in fields(WritingAttempt)} & {*more}
-    of = WritingAttempt(attempt, **({"cell": HELD} | {name: more.pop(name) for name in own}))
-    return BlockWrite(of, local, remote, **more)
+    own: dict[str, Any] = {"cell": HELD, **more}
+    own = {field.name: own[field.name] for field in fields(WritingAttempt) if field.name in own}
+    rest = {name: value for name, value in more.items() if name not in own}
+    return BlockWrite(WritingAttempt(attempt, **own), local, remote, **rest)
 
 
 def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:

@@ -340,7 +340,7 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabr
     def lost() -> bool:
         raise TransferError("e1/0", "lost")
 
-    prefill.rank._writes._attempts["a1"].in_flight[0].write.done = lost
+    prefill.rank._attempts["a1"].in_flight[0].write.done = lost
     prefill.step(ended=[("a1", False), ("a2", False)])
     assert prefill.ended() == (set(), {})
     assert list(prefill.broken) == ["e1"], "that does not wait for them"

@@ -172,7 +172,7 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
 def watch(rank: PrefillRank, mover: SimMover) -> None:
     """Gives the mover the attempt of each write and read of the rank, for the invariants."""
-    start_write, start_read = rank._writes._write, rank._reads.start
+    start_write, start_read = rank._write, rank._reads.start
 
     def write(write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None) -> Transfer | None:
         mover.attempt = write.of.attempt
@@ -183,7 +183,7 @@ def watch(rank: PrefillRank, mover: SimMover) -> None:
         mover.cells[read.of.attempt] = read.of.cell
         start_read(read)
 
-    rank._writes._write, rank._reads.start = write, read
+    rank._write, rank._reads.start = write, read
 
 
 class PrefillHalves(_Halves[PrefillScheduler, PrefillRank]):
