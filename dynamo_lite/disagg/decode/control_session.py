@@ -166,7 +166,8 @@ class ControlSession:
         claim = decode_claim(payload)
         attempt, writer, now = claim.attempt, claim.writer_lease_id, self._now()
         self.workers.show_life(writer)
-        is_first = self.ledger.state(attempt) is AttemptState.QUEUED
+        entry = self.ledger.get(attempt)
+        is_first = entry is not None and entry.state is AttemptState.QUEUED
         refusal = self._trouble(writer) if is_first else ""
         refusal = refusal or self.ledger.claim(attempt, claim.claim, writer, now)
         if refusal:
@@ -183,10 +184,11 @@ class ControlSession:
         """A writer reports that it is done. Raises ProtocolError if another holds the attempt."""
         done = decode_done(payload)
         attempt, claim, detail = done.attempt, done.claim, done.detail[:_MAX_DETAIL]
-        if self.ledger.claim_of(attempt) not in (0, claim):
+        entry = self.ledger.get(attempt)
+        if entry is not None and entry.claim not in (0, claim):
             raise ProtocolError(f"attempt {attempt} is held under another claim")
-        if done.outcome != "written":
-            what = self.ledger.request(attempt), attempt, done.outcome, detail
+        if entry is not None and done.outcome != "written":
+            what = entry.request_id, attempt, done.outcome, detail
             logger.info("request %s: attempt %s: its writer reports %s: %s", *what)
         outcome = _OUTCOMES[done.outcome]
         self._apply(lambda ledger: ledger.writer_done(attempt, claim, outcome, detail))

@@ -79,15 +79,12 @@ class RemotePrefill:
 
     #: Id of the attempt; empty until the engine asks for a remote prefill.
     attempt: str = ""
-    #: The engine's request, while `parked`.
+    #: The engine's request while the engine waits for its KV.
     prompt: Prompt | None = None
     #: Number of the prompt's first block that is awaited.
     first_block: int = 0
     #: Tokens that a prefill worker has to compute. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Whether the engine still waits for the KV, until it learns that the KV came or will not
-    #: come. Read by `SingleFlight`.
-    parked: bool = False
     #: Hashes of the awaited blocks that the engine will cache, while `parked`.
     hashes: Sequence[Hashable] = ()
     #: Span of the attempt, and of its request; None without a trace. Read by spans.
@@ -111,6 +108,11 @@ class RemotePrefill:
     may_retry: bool = False
     #: Blocks on which the engine has own references while a writer may touch them.
     held: Sequence[Block] = ()
+
+    @property
+    def parked(self) -> bool:
+        """Whether the engine waits for the KV, until it learns that it came or will not come."""
+        return self.prompt is not None
 
     @property
     def is_remote(self) -> bool:

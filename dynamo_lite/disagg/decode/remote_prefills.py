@@ -116,7 +116,7 @@ class RemotePrefills:
         prefill.first_block, prefill.awaited_tokens = first_block, awaited_tokens
         prefill.above = above = traced(prompt.trace_headers)
         prefill.trace = None if above is None else above.child()
-        prefill.parked, prefill.hashes = True, hashes
+        prefill.hashes = hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
@@ -137,7 +137,7 @@ class RemotePrefills:
         """The engine learns that the KV came, or that it will not come. Returns None for KV that
         another connector has loaded."""
         prefill = self.by_request.get(request_id)
-        if prefill is None or not prefill.parked or (prompt := prefill.prompt) is None:
+        if prefill is None or (prompt := prefill.prompt) is None:
             return None
         self._unpark(prefill)
         return prefill, prompt
@@ -210,7 +210,7 @@ class RemotePrefills:
             report_resume(self._stats, prefill)
 
     def _unpark(self, prefill: RemotePrefill) -> None:
-        prefill.parked, prefill.prompt = False, None
+        prefill.prompt = None
         for key in prefill.hashes:
             parked = self.by_hash[key]
             del parked[prefill.request_id]

@@ -42,7 +42,6 @@ class PrefixReads:
         self._mover, self._own, self._peers = mover, own, peers
         self._until, self._boottime, self._stats = until, boottime, stats
         self._open: list[_Reading] = []
-        self._results = RankResults()
 
     def __bool__(self) -> bool:
         """Whether any read has not ended."""
@@ -82,13 +81,14 @@ class PrefixReads:
         A failed read may still change its blocks until its other transfers have ended and its peer
         is removed: they stay reserved until then.
         """
+        results = RankResults()
         for reading in list(self._open):
             removed = reading.read.of.target_engine not in self._peers.ending
             if not reading.in_flight and (removed or reading.failure is None):
                 self._open.remove(reading)
-                self._end(reading)
-        settled, self._results = self._results, RankResults()
-        return settled
+                read = self._ended(reading)
+                (results.received if read else results.lost).add(reading.read.of.attempt)
+        return results
 
     def _holds(self, read: PrefixRead) -> bool:
         return self._boottime() < self._until(read.of.cell)
@@ -98,20 +98,16 @@ class PrefixReads:
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))
 
-    def _end(self, reading: _Reading) -> None:
-        if reading.failure is None and not self._holds(reading.read):
-            reading.failure = NOT_HELD
-        attempt = reading.read.of.attempt
-        if reading.failure == NOT_HELD:
-            self._results.lost.add(attempt)
-            return
-        if reading.failure is None:
-            self._results.received.add(attempt)
-        else:
-            self._results.lost.add(attempt)
+    def _ended(self, reading: _Reading) -> bool:
+        """Whether the prefix was read."""
+        failure = reading.failure
+        if failure == NOT_HELD or (failure is None and not self._holds(reading.read)):
+            return False
+        if failure is not None:
             why = "attempt %s: prefix read failed, computing it instead: %s"
-            logger.warning(why, attempt, reading.failure)
-        self._stats.add(f"{PREFIX_READ}/{'read' if reading.failure is None else 'failed'}")
+            logger.warning(why, reading.read.of.attempt, failure)
+        self._stats.add(f"{PREFIX_READ}/{'read' if failure is None else 'failed'}")
+        return failure is None
 
     def _fail(self, reading: _Reading, why: Exception) -> None:
         reading.failure = str(why)
