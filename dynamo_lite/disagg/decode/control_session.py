@@ -168,7 +168,7 @@ class ControlSession:
         self.workers.show_life(writer)
         entry = self.ledger.get(attempt)
         is_first = entry is not None and entry.state is AttemptState.QUEUED
-        refusal = self._trouble(writer) if is_first else ""
+        refusal = self.workers.trouble(writer) if is_first else ""
         refusal = refusal or self.ledger.claim(attempt, claim.claim, writer, now)
         if refusal:
             self._on_drop("claim")
@@ -246,14 +246,6 @@ class ControlSession:
             self._tasks.start(coro, name=about)
         else:
             coro.close()
-
-    def _trouble(self, writer: int) -> str:
-        """Why this worker must not get a claim; empty if it may."""
-        if not self.workers.is_registered(writer):
-            return "no such prefill worker"  # nothing would report when it is gone
-        if trouble := self.workers.trouble(writer):
-            return f"not able to work: {trouble}"
-        return ""
 
     # The queue
 

@@ -111,16 +111,16 @@ class PrefillWorkers:
         self._roster.on_change(on_members)
         self._health.on_change(on_health)
 
-    def is_registered(self, lease_id: int) -> bool:
-        return self._roster.get(lease_id) is not None
-
     def show_life(self, lease_id: int) -> None:
         """The worker has sent a message, so it responds."""
         self._health.shows_life(lease_id)
 
     def trouble(self, lease_id: int) -> str:
-        """Why the worker cannot work; empty if it responds and is healthy."""
-        return self._health.trouble(lease_id)
+        """Why the worker must not get a claim; empty if it may."""
+        if self._roster.get(lease_id) is None:
+            return "no such prefill worker"  # nothing would report when it is gone
+        why = self._health.trouble(lease_id)
+        return f"not able to work: {why}" if why else ""
 
     @property
     def responsive(self) -> Members:

@@ -86,10 +86,6 @@ class _Job:
             return "abandoned" if self.failure == NOT_HELD else "failed"
         return "written" if self.complete else "abandoned"
 
-    def preempted(self) -> None:
-        """vLLM has preempted it: it is computed and written again from its first block."""
-        self.written = self.first
-
     def read(self, block_ids: Sequence[int], external: int) -> PrefixRead:
         """Begins the read of the prefix's last `external` tokens into `block_ids`, its blocks."""
         prefix = self.params.prefix_block_ids
@@ -224,7 +220,7 @@ class PrefillScheduler:
         step, self._step = self._step, PrefillStep()
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
-                job.preempted()
+                job.written = job.first  # it is computed and written again from there on
                 step.preempted.append(request_id)
         for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
