@@ -31,7 +31,7 @@ from benchmarks.capacity.scaler import PlannerScaler
 from benchmarks.capacity.timing import GPU_LIKE
 from benchmarks.command import parser_of, write_json
 from dynamo_lite.planner.policy.limits import contradictions
-from dynamo_lite.protocol.options import DecisionThresholds, PlannerOptions
+from dynamo_lite.protocol.options import DisaggOptions, PlannerOptions
 
 #: The targets: attainment, and ticks after a start.
 LEAST, MOST_TICKS = 0.95, 3
@@ -74,7 +74,7 @@ class Case:
         return Setting(
             requests=shape.requests(self.seed),
             timing=replace(GPU_LIKE, step=GPU_LIKE.step.scaled(self.scale)),
-            thresholds=DecisionThresholds(max_prefill_queue_size=16),
+            thresholds=DisaggOptions(max_prefill_queue_size=16),
             most_workers=MOST_WORKERS,
             start_s=self.start_s,
             seed=self.seed,

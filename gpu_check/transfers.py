@@ -13,7 +13,7 @@ import torch
 
 from dynamo_lite.disagg.counters import BYTES
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WritingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode
@@ -161,16 +161,8 @@ def _attempt(
         num_blocks=len(blocks),
         ranks=tuple(peers),
     )
-    block_write = BlockWrite(
-        attempt=attempt,
-        request_id=attempt,
-        target_engine="peer",
-        local_ids=list(blocks),
-        remote_ids=list(blocks),
-        last=True,
-        num_blocks=len(blocks),
-        scheduled=0.0,
-    )
+    of = WritingAttempt(attempt, "peer", len(blocks))
+    block_write = BlockWrite(of, list(blocks), list(blocks), last=True)
     ended = [(attempt, True)]
     targets = {"peer": encode(target)}
     started = time.perf_counter()

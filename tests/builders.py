@@ -4,10 +4,11 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
-from dynamo_lite.disagg.messages import BlockWrite, DecodeStep
+from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, WritingAttempt
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
@@ -165,14 +166,10 @@ def always_held(_cell: Cell) -> float:
 
 
 def block_write(attempt: str, local: list[int], remote: list[int], **more: Any) -> BlockWrite:
-    return BlockWrite(
-        attempt=attempt,
-        request_id=f"p-{attempt}",
-        local_ids=local,
-        remote_ids=remote,
-        scheduled=0.0,
-        **({"cell": HELD} | more),
-    )
+    own: dict[str, Any] = {"cell": HELD, **more}
+    own = {field.name: own[field.name] for field in fields(WritingAttempt) if field.name in own}
+    rest = {name: value for name, value in more.items() if name not in own}
+    return BlockWrite(WritingAttempt(attempt, **own), local, remote, **rest)
 
 
 def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:

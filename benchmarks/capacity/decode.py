@@ -9,10 +9,10 @@ from benchmarks.capacity.load import Request
 from benchmarks.capacity.phase import Sequence
 from benchmarks.capacity.queue import Job, JobQueue
 from benchmarks.capacity.timing import Timing
-from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, Local, decide
+from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, decide
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 
@@ -40,7 +40,7 @@ class DecodeWorkerModel:
         self,
         lease_id: int,
         timing: Timing,
-        thresholds: DecisionThresholds,
+        thresholds: DisaggOptions,
         events: Events,
         queue: JobQueue,
         tally: Tally,
@@ -120,10 +120,10 @@ class DecodeWorkerModel:
             queue=self._queue.seen(),
             leaving=self.leaving,
         )
-        verdict = decide(inputs, self._thresholds)
-        if verdict.reason in WANT_OF_ROOM:
+        reason = decide(inputs, self._thresholds)
+        if reason in WANT_OF_ROOM:
             self._tally.refused_tokens += sequence.context
-        if isinstance(verdict, Local):
+        if reason.verdict == "local":
             return True
         job = Job(sequence, self, sequence.context)
         self._tally.asked_tokens += job.tokens

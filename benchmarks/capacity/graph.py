@@ -13,7 +13,7 @@ from benchmarks.capacity.prefill import PrefillWorkerModel
 from benchmarks.capacity.queue import JobQueue
 from benchmarks.capacity.router import Router
 from benchmarks.capacity.timing import Timing
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 
 #: How many workers a request is offered to.
 _TRIES = 3
@@ -57,7 +57,7 @@ class GraphModel:
     def __init__(
         self,
         timing: Timing,
-        thresholds: DecisionThresholds,
+        thresholds: DisaggOptions,
         events: Events,
         records: Records,
         counts: WorkerCounts,

@@ -8,7 +8,7 @@ from benchmarks.capacity.fleet import WorkerCounts
 from benchmarks.capacity.graph import GraphModel, Records
 from benchmarks.capacity.load import Request
 from benchmarks.capacity.timing import Timing
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 
 
 class Scaler(Protocol):
@@ -26,7 +26,7 @@ class Setting:
     #: In order of arrival.
     requests: list[Request]
     timing: Timing
-    thresholds: DecisionThresholds = field(default_factory=DecisionThresholds)
+    thresholds: DisaggOptions = field(default_factory=DisaggOptions)
     #: Of both roles together, starting and draining ones included.
     most_workers: int
     start_s: float

@@ -80,7 +80,8 @@ STAGE = _durations(
 LATE = _number(
     "late_notices",
     "dynamo_lite_late_notices",
-    "Notifications of writes for attempts that had ended",
+    "Notifications of writes for attempts that are not awaited: they had ended, or the rank did not"
+    " know them yet",
 )
 STOPPED = _number(
     "stopped_writes",

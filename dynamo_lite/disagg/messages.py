@@ -30,6 +30,23 @@ class DecodeStep:
     wait_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class WritingAttempt:
+    """An attempt as the ranks of a prefill engine know it."""
+
+    #: Also the engine's id of its request.
+    attempt: str
+    target_engine: str
+    #: How many blocks will be written.
+    num_blocks: int = 0
+    #: Of its claim. Nothing is written and nothing read while it is closed.
+    cell: Cell = field(default_factory=Cell)
+    #: When its first step was scheduled, on this host's monotonic clock.
+    scheduled: float = 0.0
+    #: Span of the job; None without a trace.
+    trace: TraceContext | None = None
+
+
 @dataclass
 class BlockWrite:
     """Blocks of one attempt that are complete after this step.
@@ -39,17 +56,11 @@ class BlockWrite:
     fill remote_ids in order.
     """
 
-    attempt: str
-    request_id: str
-    target_engine: str
+    of: WritingAttempt
     local_ids: list[int]
     remote_ids: list[int]
     #: Whether this is the attempt's last write, which carries the commit.
     last: bool
-    #: Number of blocks of the whole attempt.
-    num_blocks: int
-    #: When the attempt's first step was scheduled, on this host's monotonic clock.
-    scheduled: float
     #: Number of remote_ids[0] within the attempt.
     first: int = 0
     skip_tokens: int = 0
@@ -58,23 +69,15 @@ class BlockWrite:
     other_groups: list[tuple[list[int], list[int]]] = field(
         default_factory=list[tuple[list[int], list[int]]]
     )
-    #: Span of the job; None without a trace.
-    trace: TraceContext | None = None
-    #: Of the attempt's claim. Nothing is written while it is closed.
-    cell: Cell = field(default_factory=Cell)
 
 
 @dataclass
 class PrefixRead:
     """A prefix to be read: remote_ids[i] of the target engine into local_ids[i]."""
 
-    attempt: str
-    request_id: str
-    target_engine: str
+    of: WritingAttempt
     local_ids: list[int]
     remote_ids: list[int]
-    #: Of the attempt's claim. Nothing is read while it is closed.
-    cell: Cell = field(default_factory=Cell)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.protocol.prefill import (
-    AttemptId,
     BlockId,
     EngineId,
     RemotePrefillRequest,
@@ -38,7 +37,6 @@ class PrefillLength(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     """A remote prefill, for the scheduler half of a prefill engine."""
 
-    attempt: AttemptId
     #: The decode engine that gets the KV.
     engine_id: EngineId
     #: The decode engine's block size in tokens.
@@ -57,7 +55,6 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     @classmethod
     def of(cls, job: RemotePrefillRequest, target: EngineMetadata, cell: Cell) -> Self:
         return cls(
-            attempt=job.attempt,
             engine_id=job.engine_id,
             num_computed_tokens=job.num_computed_tokens,
             num_tokens=len(job.prompt_token_ids),

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Seconds
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import AttemptId, EngineId
 from dynamo_lite.protocol.records import LeaseId, Natural
 
@@ -88,7 +88,7 @@ class Decision(DecisionInputs, frozen=True, kw_only=True):
     age_s: float
     verdict: Literal["local", "remote"]
     reason: Word
-    thresholds: DecisionThresholds
+    thresholds: DisaggOptions
     asked: Asked | None = None
 
 

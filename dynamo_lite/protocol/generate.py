@@ -96,8 +96,8 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     busy: bool = False
 
 
-#: Largest output of one request in one engine step. It is sent in parts if it exceeds a message,
-#: but a connection queues at most 64 MiB, for all its requests.
+#: Largest output of one request in one engine step, which is one frame. A connection queues less
+#: than 64 MiB, for all its requests.
 MAX_DELTA_BYTES = 40 << 20
 
 
@@ -170,51 +170,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     stop_reason: int | str | None = None
     prefill: PrefillCounts | None = None
     logprobs: LogprobRows | None = None
-    #: May come in several deltas; all but the last have no token.
     prompt_logprobs: LogprobRows | None = None
     #: Of an engine that says why; only with the finish reason "error".
     error: EngineError | None = None
-
-
-def halves(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta] | None:
-    """Splits a delta in two that are equal to it when applied in order; None if it cannot be split.
-
-    The first half has the counts of the prompt, the second half the end of the request.
-    """
-    first, second = _nothing_of(delta), msgspec.structs.replace(delta, prefill=None)
-    prompt, tokens, rows = delta.prompt_logprobs, delta.token_ids, delta.logprobs
-    if prompt is not None and prompt.rows > 1:
-        middle = prompt.rows // 2
-        return (
-            msgspec.structs.replace(first, prompt_logprobs=prompt.part(0, middle)),
-            msgspec.structs.replace(second, prompt_logprobs=prompt.part(middle, prompt.rows)),
-        )
-    if rows is not None and len(tokens) == rows.rows > 1:
-        middle = rows.rows // 2
-        return (
-            msgspec.structs.replace(
-                first,
-                prompt_logprobs=prompt,
-                token_ids=tokens[:middle],
-                logprobs=rows.part(0, middle),
-            ),
-            msgspec.structs.replace(
-                second,
-                prompt_logprobs=None,
-                token_ids=tokens[middle:],
-                logprobs=rows.part(middle, rows.rows),
-            ),
-        )
-    if prompt is not None and rows is not None:
-        return (
-            msgspec.structs.replace(first, prompt_logprobs=prompt),
-            msgspec.structs.replace(second, prompt_logprobs=None),
-        )
-    return None
-
-
-def _nothing_of(delta: TokenDelta) -> TokenDelta:
-    return TokenDelta(request_id=delta.request_id, token_ids=[], prefill=delta.prefill)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -261,5 +219,5 @@ decode_client_frame: Decoder[Hello | Submit | Cancel] = Decoder(
     Hello | Submit | Cancel, MAX_SUBMIT_BYTES
 )
 decode_worker_frame: Decoder[Welcome | SubmitReply | Deltas] = Decoder(
-    Welcome | SubmitReply | Deltas
+    Welcome | SubmitReply | Deltas, MAX_DELTA_BYTES
 )

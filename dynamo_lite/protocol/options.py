@@ -27,20 +27,14 @@ PortOption = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecisionThresholds:
-    """The thresholds of the decision between local and remote prefill."""
+class DisaggOptions:
+    """How a decode engine decides between local and remote prefill, and uses remote prefills."""
 
     max_local_prefill_length: NaturalOption = 512
     max_prefill_queue_size: NaturalOption = 8
     queue_view_max_age_s: SecondsOption = 3.0
     remote_prefill_timeout_s: SecondsOption = 30.0
     max_prefill_queue_tokens: NaturalOption = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DisaggOptions(DecisionThresholds):
-    """How a decode engine uses remote prefills."""
-
     single_flight_min_length: NaturalOption | None = None
     max_remote_prefills: PositiveOption = 2
     max_queue_wait_s: SecondsOption = 2.0

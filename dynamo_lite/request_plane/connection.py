@@ -14,6 +14,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.generate import (
+    MAX_DELTA_BYTES,
     MAX_SUBMIT_BYTES,
     Accepted,
     Cancel,
@@ -66,7 +67,7 @@ class Connection(FrameConnection):
         certificates: Certificates | None = None,
         component: str = "",
     ):
-        super().__init__(on_drop=on_drop)
+        super().__init__(max_bytes=MAX_DELTA_BYTES, on_drop=on_drop)
         self._address, self._tls = transport.stream or "", transport.tls
         self._certificates, self._component = certificates, component
         self._client_id = client_id

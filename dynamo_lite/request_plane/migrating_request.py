@@ -59,12 +59,8 @@ class MigratingRequest:
         self._sent: list[int] = []
         #: How many of `_sent` the current attempt has generated, or got with its request.
         self._covered = 0
-        #: Whether prefill counts were passed on.
-        self._told_prefill = False
-        #: How many rows of prompt logprobs were passed on, and how many of these the current
-        #: attempt has given.
-        self._prompt_rows_told = 0
-        self._prompt_rows_covered = 0
+        #: Whether the prefill counts, and the log-probabilities of the prompt, were passed on.
+        self._told_prefill = self._told_prompt_logprobs = False
 
     @property
     def request_id(self) -> str:
@@ -89,7 +85,6 @@ class MigratingRequest:
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt. Returns the request to submit to `member` at time `now`."""
         self.wire_id, self.lease_id = wire_id, member.lease_id
-        self._prompt_rows_covered = 0
         changes: dict[str, Any] = {}
         if wire_id != self.request_id:
             changes["request_id"] = wire_id
@@ -141,12 +136,10 @@ class MigratingRequest:
             if self._told_prefill:
                 changes["prefill"] = None
             self._told_prefill = True
-        if (rows := delta.prompt_logprobs) is not None:
-            told = min(self._prompt_rows_told - self._prompt_rows_covered, rows.rows)
-            if told:
-                changes["prompt_logprobs"] = rows_after(rows, told)
-            self._prompt_rows_covered += rows.rows
-            self._prompt_rows_told = max(self._prompt_rows_told, self._prompt_rows_covered)
+        if delta.prompt_logprobs is not None:
+            if self._told_prompt_logprobs:
+                changes["prompt_logprobs"] = None
+            self._told_prompt_logprobs = True
         return msgspec.structs.replace(delta, **changes) if changes else delta
 
 

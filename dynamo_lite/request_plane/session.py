@@ -20,7 +20,6 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     Welcome,
     decode_client_frame,
-    halves,
 )
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.framing import FrameConnection, frame
@@ -86,16 +85,15 @@ class Session(FrameConnection):
         """Sends deltas, in one frame where they fit. Returns the ids of requests whose deltas could
         not be delivered; these must end."""
         payload = encode(Deltas(deltas=deltas))
-        if len(payload) <= MAX_MESSAGE_BYTES:
-            self.send(frame(payload))
+        most = MAX_MESSAGE_BYTES
+        if len(payload) > most:
+            if len(deltas) > 1:
+                half = len(deltas) // 2
+                return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
+            most = min(MAX_DELTA_BYTES, self.room_bytes * 3 // 4)
+        if len(payload) <= most:
+            self.send(frame(payload, MAX_DELTA_BYTES))
             return []
-        if len(deltas) > 1:
-            half = len(deltas) // 2
-            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
-        fits = len(payload) <= min(MAX_DELTA_BYTES, self.room_bytes * 3 // 4)
-        if fits and (parts := halves(deltas[0])) is not None:
-            # The second half is sent only if the first half could be sent.
-            return self.deliver([parts[0]]) or self.deliver([parts[1]])
         request_id = deltas[0].request_id
         logger.error(
             "request %s: ended, a delta of %d bytes is too large to send", request_id, len(payload)

@@ -78,10 +78,10 @@ def test_impossible_metadata_fails_the_attempt_and_touches_nothing_else(rng: Ran
         """Blocks 3 and 4. Returns the failures."""
         engine = target.engine_id
         asked = blocks([1, 2], [3, 4], attempt=attempt, engine=engine, last=True, num_blocks=2)
-        ended = [(f"p-{attempt}", True)]
+        ended = [(attempt, True)]
         prefill.step(asked, targets={engine: encode(target)}, ended=ended)
         sent, failures = prefill.ended()
-        assert sent == {f"p-{attempt}"}
+        assert sent == {attempt}
         return failures
 
     target = impossible(rng, decode_engine(encode_json(decode.known())))

@@ -12,6 +12,7 @@ import pytest
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Refused, Unavailable
 from dynamo_lite.protocol.generate import (
+    MAX_DELTA_BYTES,
     MAX_INPUT_BYTES,
     MAX_SUBMIT_BYTES,
     Accepted,
@@ -20,7 +21,6 @@ from dynamo_lite.protocol.generate import (
     Deltas,
     Hello,
     LogprobRows,
-    PrefillCounts,
     RequestRefused,
     Submit,
     SubmitReply,
@@ -265,13 +265,12 @@ async def test_a_step_is_split_and_a_delta_that_cannot_be_sent_fails_only_its_re
     for request_id in ("a", "b", "c", "d"):
         await remote.client.submit(remote.member, generate_request(request_id))
     big = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES // 2), b"", b"")
-    huge = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES + 1), b"", b"")
-    rows = 1_000_000
-    filling = LogprobRows(rows, 3, bytes(24 * rows), bytes(12 * rows), bytes(8 * rows))
+    huge = LogprobRows(1, 1, bytes(MAX_DELTA_BYTES + 1), b"", b"")
+    filling = LogprobRows(1, 1, bytes(MAX_DELTA_BYTES * 3 // 4), b"", b"")
     remote.server.deliver(
         [
             TokenDelta(request_id=request_id, token_ids=[1], prompt_logprobs=prompt)
-            for request_id, prompt in (("a", big), ("b", big), ("c", huge), ("d", filling))
+            for request_id, prompt in (("a", filling), ("b", big), ("c", huge), ("d", filling))
         ]
     )
     remote.server.deliver([tokens("b", 2)])
@@ -283,8 +282,8 @@ async def test_a_step_is_split_and_a_delta_that_cannot_be_sent_fails_only_its_re
     assert remote.server.in_flight == 2 and remote.outputs.lost == []
 
 
-async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
-    """What 20 prompt logprobs of 40,000 tokens are, and the first token behind them."""
+async def test_an_output_that_is_larger_than_other_messages_is_one_frame(remote: Setup):
+    """What 20 prompt logprobs of 40,000 tokens are, and the first token with them."""
     rows, width = 40_000, 21
     rng = random.Random(1)
     prompt = LogprobRows(
@@ -295,22 +294,12 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
         rng.randbytes(8 * rows),
     )
     assert len(prompt.token_ids) + len(prompt.logprobs) > MAX_MESSAGE_BYTES
-    counts = PrefillCounts(rows, 0, 0)
-    first = TokenDelta(request_id="a", token_ids=[7], prefill=counts, prompt_logprobs=prompt)
+    first = TokenDelta(request_id="a", token_ids=[7], prompt_logprobs=prompt)
     await remote.client.submit(remote.member, generate_request("a"))
     remote.server.deliver([first, tokens("b", 1)])
     remote.server.deliver([tokens("a", 8, finish="stop")])
     await eventually(lambda: any(d.finish_reason is not None for d in remote.outputs.deltas))
-    got = remote.outputs.deltas
-    parts = [delta.prompt_logprobs for delta in got if delta.prompt_logprobs is not None]
-    assert len(parts) > 1
-    for name in ("token_ids", "logprobs", "ranks"):
-        assert b"".join(getattr(part, name) for part in parts) == getattr(prompt, name)
-    assert sum(part.rows for part in parts) == rows and {part.width for part in parts} == {width}
-    assert [delta.token_ids for delta in got if delta.token_ids] == [[7], [8]]
-    assert [delta.prefill for delta in got if delta.prefill is not None] == [counts]
-    assert got.index(next(d for d in got if d.token_ids)) == len(parts) - 1
-    assert remote.engine.aborted == []
+    assert remote.outputs.deltas == [first, tokens("a", 8, finish="stop")]
 
 
 async def test_connections_to_members_that_left_close_when_idle(remote: Setup):

@@ -196,8 +196,8 @@ def test_a_writer_that_outlived_its_claim_writes_nothing(writer, target, pause):
     target.check(committed=[])
 
     ended = writer.wake(target)
-    assert ended.sent == ["p-zombie"]
-    assert ended.failures == {"p-zombie": NOT_HELD}
+    assert ended.sent == ["zombie"]
+    assert ended.failures == {"zombie": NOT_HELD}
     assert ended.counted[STOPPED] > 0
     assert BYTES not in ended.counted
     target.check(committed=[])
@@ -217,7 +217,7 @@ def test_a_writer_that_wakes_while_its_claim_holds_goes_on(writer, target, pause
     target.check(committed=[])
 
     ended = writer.wake(target)
-    assert (ended.sent, ended.failures) == (["p-late"], {})
+    assert (ended.sent, ended.failures) == (["late"], {})
     assert STOPPED not in ended.counted
     target.expect(1, 2, 3)
     target.check(committed=["late"])
@@ -243,7 +243,7 @@ def test_a_writer_with_writes_in_flight_that_outlived_its_claim_moves_none_on(
             writer.process.wait(WAIT_S)
             target.check_notices(committed=[])
         else:
-            assert (ended.sent, ended.error) == (["p-zombie"], "")
+            assert (ended.sent, ended.error) == (["zombie"], "")
             target.expect(*blocks)
             target.check(committed=["zombie"])
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamo_lite.disagg.counters import SECONDS
-from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WritingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
@@ -103,18 +103,9 @@ class _Gate:
 
 
 def _writes(order: Order, cell: Cell) -> Iterable[BlockWrite]:
+    of = WritingAttempt(order.attempt, order.engine_id, len(order.blocks), cell)
     for block in order.blocks:
-        yield BlockWrite(
-            attempt=order.attempt,
-            request_id=f"p-{order.attempt}",
-            target_engine=order.engine_id,
-            local_ids=[block],
-            remote_ids=[block],
-            last=block == order.blocks[-1],
-            num_blocks=len(order.blocks),
-            scheduled=0.0,
-            cell=cell,
-        )
+        yield BlockWrite(of, [block], [block], last=block == order.blocks[-1])
 
 
 def carry_out(order: Order, rank: PrefillRank, cells: ClaimCells) -> Ended:
@@ -132,7 +123,7 @@ def carry_out(order: Order, rank: PrefillRank, cells: ClaimCells) -> Ended:
         _wait()
     opened.hold_until(boottime() + order.claim_s)
     gate = _Gate(order.pause)
-    ended = [(first.request_id, True)]
+    ended = [(order.attempt, True)]
     rank.step(PrefillStep(writes=others, ended=ended), ready=gate)
     if order.pause in ("queued", "flying"):
         _wait()

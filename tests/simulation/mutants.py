@@ -108,8 +108,8 @@ class _ForeignCommits(DecodeRank):
     def _add_notice(self, payload: bytes) -> None:
         notice = decode_written(payload)
         awaited = self._awaited.get(notice.attempt)
-        if awaited is not None and awaited.notices.claim:
-            notice = msgspec.structs.replace(notice, claim=awaited.notices.claim)
+        if awaited is not None and awaited.claim:
+            notice = msgspec.structs.replace(notice, claim=awaited.claim)
         super()._add_notice(encode(notice))
 
 

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Ledger
-from dynamo_lite.disagg.decode.attempt_events import AttemptEvents
 from dynamo_lite.disagg.decode.queue_watch import QueueView
-from dynamo_lite.disagg.decode.resume import CacheBlocks
-from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.decode.scheduler import CacheBlocks, DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.disagg.queue.base import QueueConfig
@@ -187,18 +185,14 @@ class Decode:
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        net, half = self.net, self.half
-        self.queue = net._queue = queue
-        net._attempts = self.events = AttemptEvents(
-            self.ledger, half._inbox, queue, net.workers, self.clock.monotonic, half.stats.drop
-        )
+        self.queue = self.net._queue = queue
         # Run by `network`, and no timers.
-        self.events.start = lambda coro, _about: self.bridge.submit(coro)
+        self.net._start = lambda coro, _about: self.bridge.submit(coro)
 
     def pass_s(self, seconds: float) -> None:
         """Time passes, and the ledger sees it."""
         self.clock.now += seconds
-        self.events._tick()
+        self.net._on_time()
 
     def sees(self, jobs: int = 0, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
@@ -264,7 +258,7 @@ class Decode:
         self, attempt: str, writer: int = WRITER, claim: int = CLAIM
     ) -> Held | ClaimRefused:
         asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
-        return decode_claim_reply(await self.events.on_claim(encode(asked)))
+        return decode_claim_reply(await self.net._on_claim(encode(asked)))
 
     async def done(
         self,
@@ -274,7 +268,7 @@ class Decode:
         **more: Any,
     ) -> None:
         done = Done(attempt=attempt, claim=claim, outcome=outcome, **more)
-        await self.events.on_done(encode(done))
+        await self.net._on_done(encode(done))
 
     def attempt_of(self, request_id: str) -> str:
         """The last attempt of a request."""

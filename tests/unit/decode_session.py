@@ -72,8 +72,8 @@ class Scene:
     async def open(self, *writers: int) -> AsyncIterator["Scene"]:
         for writer in writers:
             await self.join(writer)
+        del self.decode.net._start  # in a session it runs them itself
         async with self.decode.net.session():
-            self.decode.events = self.decode.net.attempts
             steps = asyncio.create_task(self._step())
             await asyncio.sleep(2.0)
             try:

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import yaml
 
-from dynamo_lite.disagg.decision.rule import DecisionReason, Remote, decide
+from dynamo_lite.disagg.decision.rule import DecisionReason, decide
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.runtime.address import host_port, is_loopback
 from dynamo_lite.serve.child_environment import VARIABLES, child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, describe, resolve
@@ -302,13 +302,13 @@ def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
 def test_static_disaggregation_has_no_short_prompt_and_no_full_queue():
     worker = shipped("static_1p1d", disagg.Frontend).get("VllmWorker")
     assert worker is not None
-    thresholds = DecisionThresholds(
-        **{f.name: worker.options[f.name] for f in dataclasses.fields(DecisionThresholds)}
+    thresholds = DisaggOptions(
+        **{f.name: worker.options[f.name] for f in dataclasses.fields(DisaggOptions)}
     )
     for prompt, jobs in ((2, 0), (8192, worker.options["max_prefill_queue_size"] - 1)):
         seen = QueueSeen(jobs=jobs, prefill_workers=1, age_s=0.0)
         inputs = DecisionInputs(prompt_tokens=prompt, cached_tokens=0, queue=seen)
-        assert decide(inputs, thresholds) == Remote(DecisionReason.LONG)
+        assert decide(inputs, thresholds) == DecisionReason.LONG
 
 
 #: File, protocol, and where each engine's side of the handover listens, with its role.

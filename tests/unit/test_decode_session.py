@@ -281,7 +281,7 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
 
         scene.decode.queue.delete = delete  # type: ignore[method-assign]
         scene.decode.ledger.withdraw_queued = lambda _: [DeleteJob(1), DeleteJob(2)]
-        scene.decode.net._withdraw_queued(Outcome.LEAVING)
+        scene.decode.net._apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
         await asyncio.sleep(0.1)
         assert deleted == [1, 2]
 

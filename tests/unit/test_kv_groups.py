@@ -64,7 +64,7 @@ def test_a_write_has_what_the_decode_engine_needs_of_each_group(half: Half):
     [rest] = half.step(a1=10).writes
     assert (rest.local_ids, rest.remote_ids) == ([5, 6, 7], [64, 65, 66])
     assert rest.other_groups == [([16, 17], [80, 81])]
-    assert (rest.last, rest.first, rest.num_blocks) == (True, 4, 7)
+    assert (rest.last, rest.first, rest.of.num_blocks) == (True, 4, 7)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_block_that_its_engine_gave_back_fails_the_attempt(engines):
     prefill, decode = engines
     write = blocks([1, 2], [3, 4], last=True, num_blocks=2)
     write.other_groups = [([NULL_BLOCK], [9])]
-    prefill.step(write, targets=targets(decode), ended=[("p-a1", True)])
+    prefill.step(write, targets=targets(decode), ended=[("a1", True)])
     _, failures = prefill.ended()
-    assert "given back before it was written" in failures["p-a1"]
+    assert "given back before it was written" in failures["a1"]
     assert decode.memory.written() == {}
 
 
@@ -176,5 +176,5 @@ def test_a_rank_without_layers_that_need_the_blocks_writes_nothing(engines):
     prefill.rank._peers._own = prefill.memory.rank
     write = blocks([1, 2], [3, 4])
     write.other_groups = [([], [])]
-    prefill.step(write, targets=targets(decode), ended=[("p-a1", True)])
-    assert prefill.mover.transfers == [] and prefill.ended() == ({"p-a1"}, {})
+    prefill.step(write, targets=targets(decode), ended=[("a1", True)])
+    assert prefill.mover.transfers == [] and prefill.ended() == ({"a1"}, {})

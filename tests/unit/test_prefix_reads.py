@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.bridge import OpenSession
-from dynamo_lite.disagg.messages import PrefillStep, PrefixRead, RankResults, WorkerReport
+from dynamo_lite.disagg.messages import (
+    PrefillStep,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+    WritingAttempt,
+)
 from dynamo_lite.disagg.prefill import scheduler
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
@@ -47,7 +53,7 @@ def prefill(fabric) -> Prefill:
 
 
 def read(local: list[int], remote: list[int], attempt: str = "a1", cell: Cell = HELD) -> PrefixRead:
-    return PrefixRead(attempt, f"p-{attempt}", "e1", local, remote, cell)
+    return PrefixRead(WritingAttempt(attempt, "e1", cell=cell), local, remote)
 
 
 def of(prefill: Prefill) -> tuple[set[str], set[str]]:
@@ -65,7 +71,7 @@ def own(prefill: Prefill) -> list[int]:
 def test_a_prefix_is_read_into_its_blocks_and_nowhere_else(prefill, decode):
     decode.memory.blocks[9] = 9
     prefill.step(reads=[read([3, 5], [8, 9])], targets=targets(decode))
-    assert of(prefill) == ({"p-a1"}, set())
+    assert of(prefill) == ({"a1"}, set())
     assert of(prefill) == (set(), set())
     expected = [100 + i for i in range(32)]
     expected[3], expected[5] = 7, 9
@@ -86,7 +92,7 @@ def test_a_prefix_whose_claim_does_not_hold_is_not_read(prefill, decode, how):
             opened.free()
             assert prefill.claim(2, for_s=60.0).cell.index == cell.index
     prefill.step(reads=[read([3], [8], cell=cell)], targets=targets(decode))
-    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), {"a1"})
     assert of(prefill) == (set(), set())
     assert prefill.mover.transfers == [] and own(prefill)[3] == 103
     assert prefill.rank.stats.take() == {}
@@ -100,7 +106,7 @@ def test_what_was_read_after_the_end_of_its_claim_is_not_used(prefill, decode):
     prefill.now += 3.0
     assert of(prefill) == (set(), set()), "it may still change its blocks"
     prefill.mover.let_go()
-    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), {"a1"})
 
 
 def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
@@ -113,7 +119,7 @@ def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
         return True
 
     prefill.mover.transfers[0].done = stand_still
-    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), {"a1"})
 
 
 def test_a_read_is_over_when_it_has_ended(prefill, decode):
@@ -123,7 +129,7 @@ def test_a_read_is_over_when_it_has_ended(prefill, decode):
     assert of(prefill) == (set(), set())
     assert prefill.mover.removed == [], "it is still read from"
     prefill.mover.let_go()
-    assert of(prefill) == ({"p-a1"}, set())
+    assert of(prefill) == ({"a1"}, set())
     assert of(prefill) == (set(), set()) and prefill.mover.removed == ["e1/0"]
 
 
@@ -136,7 +142,7 @@ def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
     report = prefill.rank.report()
     assert report is not None and "no route" in report.broken["e1"]
     prefill.mover.let_go()
-    assert of(prefill) == (set(), {"p-a1"}) and prefill.mover.removed == ["e1/0"]
+    assert of(prefill) == (set(), {"a1"}) and prefill.mover.removed == ["e1/0"]
     prefill.mover.hold = False
     prefill.step(blocks([4], [3], attempt="a3"))
     assert decode.memory.blocks[2:4, 0].tolist() == [101, 104]
@@ -151,7 +157,7 @@ def test_what_cannot_be_read_is_computed(prefill, decode, fabric, wrong):
         case "closed":
             decode.mover.close()
     prefill.step(reads=[read([3], [8])], targets=met)
-    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), {"a1"})
     assert own(prefill)[3] == 103
 
 
@@ -172,7 +178,7 @@ def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
         step = PrefillStep(reads=[read([0, 1, 6], [5, 1, 2])], targets={"e1": target})
         step.own = own if len(reader.ranks) > 1 else b""
         rank.step(step, lambda: True)
-        assert rank.results().received == {"p-a1"}
+        assert rank.results().received == {"a1"}
     assert len(holder.ranks) == len(holder.movers)
     for shard in [shard for rank in reader.shards for shard in rank]:
         np.testing.assert_array_equal(shard.blocks, expected(shard, [5, 1, 2], [0, 1, 6]))
@@ -204,7 +210,6 @@ class Half:
     def job(self, name: str = "a1", tokens: int = 26, prefix: int = 4) -> Any:
         """Blocks 50.. are the decode engine's prefix, 60.. those to be written."""
         params = PrefillJobParams(
-            attempt=name,
             engine_id="e1",
             num_computed_tokens=prefix * BLOCK,
             num_tokens=tokens,
@@ -256,7 +261,9 @@ def test_what_this_engine_lacks_is_read_before_the_rest_is_computed(half: Half):
     job = half.job()
     assert half.admit(job, cached=4) == 12
     step = half.step()
-    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53], CELL)]
+    [read] = step.reads
+    assert (read.of.attempt, read.of.target_engine, read.of.cell) == ("a1", "e1", CELL)
+    assert (read.local_ids, read.remote_ids) == ([1, 2, 3], [51, 52, 53])
     assert step.targets == {"e1": b"e1's"} and step.writes == []
     half.half.worker_output(RankResults(received={"a1"}), None)
     assert half.admit(job, cached=16) == 0

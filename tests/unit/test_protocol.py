@@ -32,7 +32,7 @@ from dynamo_lite.protocol.codec import (
     encode_json,
 )
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 
 LEASE = 0x694D967DA694EA1A
 
@@ -203,7 +203,7 @@ DECISION = decisions.Decision(
     age_s=1.5,
     verdict="remote",
     reason="long",
-    thresholds=DecisionThresholds(
+    thresholds=DisaggOptions(
         max_local_prefill_length=512,
         max_prefill_queue_size=8,
         queue_view_max_age_s=3.0,

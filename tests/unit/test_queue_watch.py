@@ -3,6 +3,7 @@
 import asyncio
 
 from dynamo_lite.disagg.decode.queue_watch import QueueView, QueueWatch
+from dynamo_lite.runtime.tasks import running
 from tests.builders import loop_time
 from tests.twins.queue import MemoryBroker, MemoryQueue
 from tests.unit.virtual import virtual
@@ -14,7 +15,7 @@ PERIOD_S = 0.25
 async def test_tokens_follow_from_the_size_of_what_was_pushed_here():
     watch = QueueWatch(loop_time)
     queue = MemoryQueue(MemoryBroker(), stream="s", subject="s.jobs")
-    async with queue, watch.running(queue):
+    async with queue, running(watch.watch(queue), name="watch"):
         await queue.push(bytes(3000), message_id="m")
 
         async def seen() -> QueueView:

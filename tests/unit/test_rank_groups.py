@@ -88,7 +88,7 @@ class Prefill(Group):
             step = PrefillStep(writes=[first], targets={"d": target}, own=own)
             self.ranks[rank].step(step, lambda: True)
             rest = blocks(attempt, LOCAL[1:], REMOTE[1:], first=1, last=True)
-            ended = [(f"p-{attempt}", True)]
+            ended = [(attempt, True)]
             self.ranks[rank].step(PrefillStep(writes=[rest], ended=ended), lambda: True)
 
     def ended(self, ranks: list[int] | None = None) -> tuple[list[set[str]], dict[str, str]]:
@@ -145,7 +145,7 @@ def test_all_ranks_receive_what_one_would_have(here, there, heads):
     decode.expect()
     prefill.write(decode.metadata())
     sent, failures = prefill.ended()
-    assert (sent, failures) == ([{"p-a1"}] * len(prefill.ranks), {})
+    assert (sent, failures) == ([{"a1"}] * len(prefill.ranks), {})
     assert decode.settle() == [({"r-a1"}, set())] * len(decode.ranks)
     decode.check()
     moved = sum(rank.stats.take().get(BYTES, 0) for rank in prefill.ranks)
@@ -185,7 +185,7 @@ def test_a_cell_that_shuts_between_two_ranks_of_a_write_stops_the_second(looks):
     decode = Decode(fabric, Shape(tensor=2))
     decode.expect()
     prefill.write(decode.metadata())
-    assert prefill.ended() == ([{"p-a1"}], {"p-a1": NOT_HELD})
+    assert prefill.ended() == ([{"a1"}], {"a1": NOT_HELD})
     written = [any(shard.blocks.any() for shard in rank) for rank in decode.engine.shards]
     # One look for the write, and one for each rank; the next write has its own.
     assert written == [looks > 1, looks > 2]
@@ -217,7 +217,7 @@ class Lost:
         self.written[rank] += 1
         last = self.written[rank] == len(REMOTE)
         write = blocks("a1", LOCAL[at : at + 1], REMOTE[at : at + 1], first=at, last=last)
-        ended = [("p-a1", True)] if last else []
+        ended = [("a1", True)] if last else []
         step = PrefillStep(writes=[write], targets={"d": self.target}, own=self.own, ended=ended)
         self.prefill.ranks[rank].step(step, lambda: True)
 

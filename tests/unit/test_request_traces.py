@@ -1,5 +1,6 @@
 """The spans that workers record for a traced request, and that other requests have none."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     claim = Claim(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER)
-    await decode.events.on_claim(encode(claim))
+    await decode.net._on_claim(encode(claim))
     decode.half.build_step()
     return attempt
 
@@ -60,10 +61,10 @@ def test_each_write_of_a_job_is_reported_by_one_rank(rank: int):
     decode, prefill = DecodeMemory(fabric, "e1"), Prefill(fabric, rank)
     chunks = [blocks([3, 4], [10, 11]), blocks([5], [12], last=True, first=2)]
     for write in chunks:
-        write.trace = above
+        write.of = replace(write.of, trace=above)
         prefill.step(write, targets=targets(decode))
-    prefill.step(ended=[("p-a1", True)])
-    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(ended=[("a1", True)])
+    assert prefill.ended() == ({"a1"}, {})
     spans = noted(prefill.rank).spans
     if rank:
         assert not spans
@@ -86,4 +87,4 @@ def test_the_reading_of_a_prefix_has_a_span(lost: bool):
     [span] = noted(reader.half).spans
     assert (span.name, span.parent) == ("prefix read", above.span_id)
     [write] = reader.step(a1=10).writes
-    assert write.trace == above
+    assert write.of.trace == above

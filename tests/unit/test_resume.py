@@ -5,9 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
-from dynamo_lite.disagg.decode.resume import ResumeReason, again
+from dynamo_lite.disagg.decision.rule import DecisionReason
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill, again
 from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import DecisionInputs
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import Part, RemotePrefillRequest, Written
 from tests.builders import CLAIM, ManualClock
 from tests.twins.mover import MemoryFabric
@@ -21,22 +24,37 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 @pytest.mark.parametrize(
     ("outcome", "facts", "verdict"),
     [
-        (Outcome.WRITER_SILENT, {}, ResumeReason.WRITER_LOST),
-        (Outcome.WRITER_LOST, {}, ResumeReason.WRITER_LOST),
-        (Outcome.WRITER_FAILED, {}, ResumeReason.WRITER_LOST),
-        (Outcome.WRITER_FAILED, {"others": 0}, ResumeReason.NO_OTHER),
-        (Outcome.WRITER_ABANDONED, {}, ResumeReason.WRITER_LOST),
-        (Outcome.WRITER_LOST, {"others": 0}, ResumeReason.NO_OTHER),
-        (Outcome.WRITER_LOST, {"tries": 2}, ResumeReason.TRIED),
-        (Outcome.WRITER_LOST, {"left_s": 4.9}, ResumeReason.LATE),
-        (Outcome.DEADLINE, {}, ResumeReason.NOT_THE_WRITER),
-        (Outcome.CORRUPT, {}, ResumeReason.NOT_THE_WRITER),
-        (Outcome.REFUSED, {}, ResumeReason.NOT_THE_WRITER),
+        (Outcome.WRITER_SILENT, {}, "writer_lost"),
+        (Outcome.WRITER_LOST, {}, "writer_lost"),
+        (Outcome.WRITER_FAILED, {}, "writer_lost"),
+        (Outcome.WRITER_FAILED, {"others": 0}, "no_other"),
+        (Outcome.WRITER_ABANDONED, {}, "writer_lost"),
+        (Outcome.WRITER_LOST, {"others": 0}, "no_other"),
+        (Outcome.WRITER_LOST, {"tries": 2}, "tried"),
+        (Outcome.WRITER_LOST, {"left_s": 4.9}, "late"),
+        (Outcome.DEADLINE, {}, "not_the_writer"),
+        (Outcome.CORRUPT, {}, "not_the_writer"),
+        (Outcome.REFUSED, {}, "not_the_writer"),
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
-    usual = {"tries": 1, "max_tries": 2, "others": 1, "spent_s": 5.0, "left_s": 25.0}
-    assert again(outcome, **{**usual, **facts}) == verdict
+    usual = {"tries": 1, "others": 1, "left_s": 25.0}
+    known = {**usual, **facts}
+    prefill = RemotePrefill(
+        "r1",
+        Decided(
+            DecisionReason.LONG,
+            0.0,
+            DecisionInputs(prompt_tokens=9, cached_tokens=0),
+            DisaggOptions(),
+        ),
+        tries=known["tries"],
+        max_tries=2,
+        since=95.0,
+        until=100.0 + known["left_s"],
+        outcome=outcome,
+    )
+    assert again(prefill, others=known["others"], now=100.0) == verdict
 
 
 # The rank

@@ -56,7 +56,7 @@ class Pair:
         target = engine_metadata(
             "d", block_size_tokens=THERE, num_blocks=BLOCKS, ranks=tuple(self.target.ranks)
         )
-        ends = [(f"p-{write.attempt}", True) for write in writes if ended]
+        ends = [(write.of.attempt, True) for write in writes if ended]
         step = PrefillStep(writes=list(writes), targets={"d": encode(target)}, ended=ends, **more)
         self.prefill.step(step, lambda: True)
 
@@ -111,7 +111,7 @@ def test_blocks_arrive_as_the_receiver_has_them():
     pair.expect()
     pair.step(write(0, 1))
     pair.step(write(1, 3), ended=True)
-    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a1"}, {})
+    assert (pair.prefill.results().sent, pair.failures()) == ({"a1"}, {})
     assert pair.settle() == ({"r-a1"}, set())
     pair.check()
     assert pair.free_slots() == staging.SLOTS
@@ -154,7 +154,7 @@ def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
     pair.expect()
     pair.mover.hold = True
     pair.step(write(0, 1))
-    pair.prefill.drain_preempted(PrefillStep(preempted=["p-a1"]))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     for shard in pair.source.shards[0]:
         kept, shard.blocks[...] = shard.blocks.copy(), 0
         pair.go_on()
@@ -173,7 +173,7 @@ def test_what_is_written_again_follows_what_was_under_way():
     pair.expect()
     pair.mover.hold = True
     pair.step(write(0, 1))
-    pair.prefill.drain_preempted(PrefillStep(preempted=["p-a1"]))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     pair.step(write(0, 1))
     assert pair.started == {"a1": 1}
     pair.go_on()
@@ -190,7 +190,7 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
         pair.mover.hold = True
         for name in ("a1", "a2", "a3", "a4", "a5"):
             pair.step(write(0, 1, attempt=name))
-        ended = [(f"p-{name}", False) for name in ("a1", "a2", "a3", "a4", "a5")]
+        ended = [(name, False) for name in ("a1", "a2", "a3", "a4", "a5")]
         pair.prefill.step(PrefillStep(ended=ended), lambda: True)
         pair.go_on()
         assert len(pair.prefill.results().sent) == 5
@@ -198,7 +198,7 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
         pair.step(write(0, 1))
         pair.mover.broken = ("d/0",)
         pair.step(write(1, 3), ended=True)
-        assert "connection reset" in pair.failures()["p-a1"]
+        assert "connection reset" in pair.failures()["a1"]
     assert pair.free_slots() == staging.SLOTS
 
 
@@ -220,7 +220,7 @@ def test_a_write_that_waits_for_its_copy_is_not_started():
     pair.step(write(0, 3), ended=True)
     assert not pair.prefill.results().sent and not pair.there.inbox
     filled.append(True)
-    assert pair.prefill.results().sent == {"p-a1"}
+    assert pair.prefill.results().sent == {"a1"}
     assert pair.settle() == ({"r-a1"}, set())
     pair.check()
 
@@ -228,14 +228,14 @@ def test_a_write_that_waits_for_its_copy_is_not_started():
 def test_without_staging_memory_the_peer_is_refused():
     pair = Pair(lambda real: None)
     pair.step(write(0, 3), ended=True)
-    assert "this rank has no staging memory" in pair.failures()["p-a1"]
+    assert "this rank has no staging memory" in pair.failures()["a1"]
 
     def none_left(size):
         raise RuntimeError("out of memory")
 
     pair = Pair(lambda real: none_left)
     pair.step(write(0, 3), ended=True)
-    assert "bytes of staging: out of memory" in pair.failures()["p-a1"]
+    assert "bytes of staging: out of memory" in pair.failures()["a1"]
 
 
 def test_staging_memory_that_cannot_be_registered_fails_only_that_link(
@@ -256,17 +256,17 @@ def test_staging_memory_that_cannot_be_registered_fails_only_that_link(
         pair.step(write(0, 3), ended=True)
     size = staging.SLOTS * staging.SLOT_BYTES
     why = f"{size} bytes of staging could not be registered: NIXL_ERR_BACKEND"
-    assert why in pair.failures()["p-a1"]
+    assert why in pair.failures()["a1"]
     # Its blocks are this rank's own: nothing changes.
     plain = block_write("a2", [1], [1], target_engine="e", last=True, num_blocks=1)
     pair.prefill.step(
-        PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("p-a2", True)]),
+        PrefillStep(writes=[plain], targets={"e": encode(alike)}, ended=[("a2", True)]),
         lambda: True,
     )
-    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a2"}, {})
+    assert (pair.prefill.results().sent, pair.failures()) == ({"a2"}, {})
     pair.expect("a3")
     pair.step(write(0, 3, attempt="a3"), ended=True)
-    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a3"}, {})
+    assert (pair.prefill.results().sent, pair.failures()) == ({"a3"}, {})
     assert pair.settle() == ({"r-a3"}, set())
     pair.check()
     assert pair.free_slots() == staging.SLOTS

@@ -40,7 +40,6 @@ def carried(params: Any) -> Any:
 def test_a_job_is_unpacked_as_it_was_packed():
     assert unpack(carried(PARAMS), PrefillJobParams) == PARAMS
     assert PARAMS == PrefillJobParams(
-        attempt="a1",
         engine_id="e1",
         num_computed_tokens=8,
         num_tokens=20,
@@ -55,8 +54,6 @@ def test_a_job_is_unpacked_as_it_was_packed():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("attempt", ""),
-        ("attempt", "a" * 65),
         ("engine_id", "e1/../e2"),
         ("num_computed_tokens", -1),
         ("num_computed_tokens", "8"),

@@ -106,7 +106,7 @@ class Attempt:
     lane: Lane | None = None
     #: When a later job of its lane was claimed.
     passed_at: float = math.inf
-    #: Id of its claim, and the lease id of its writer.
+    #: Id of its claim, and the lease id of its writer; 0: none has claimed it.
     claim: int = 0
     writer: int = 0
     #: The end of its claim: until then its writer may start writes.
@@ -149,18 +149,9 @@ class Ledger:
         alive = (AttemptState.HELD, AttemptState.EXPIRING)
         return frozenset(each.writer for each in self._attempts.values() if each.state in alive)
 
-    def state(self, attempt: str) -> AttemptState | None:
-        entry = self._attempts.get(attempt)
-        return entry.state if entry else None
-
-    def request(self, attempt: str) -> str | None:
-        entry = self._attempts.get(attempt)
-        return entry.request_id if entry else None
-
-    def claim_of(self, attempt: str) -> int:
-        """Id of the claim that holds the attempt; 0: none does."""
-        entry = self._attempts.get(attempt)
-        return entry.claim if entry else 0
+    def get(self, attempt: str) -> Attempt | None:
+        """None for one that is unknown, or over."""
+        return self._attempts.get(attempt)
 
     def allocated(
         self,

@@ -6,16 +6,16 @@ and room in the queue.
 """
 
 import enum
-from dataclasses import dataclass
+from typing import Literal
 
 from dynamo_lite.protocol.decisions import DecisionInputs
-from dynamo_lite.protocol.options import DecisionThresholds
+from dynamo_lite.protocol.options import DisaggOptions
 
 
 class DecisionReason(enum.Enum):
-    """Why a verdict came out as it did; the label of the decision counter."""
+    """A verdict by its reason; the label of the decision counter."""
 
-    LONG = "long"
+    LONG = "long"  # ask a prefill worker; all others: prefill here, in chunks beside the decodes
     SHORT = "short"
     CACHED = "cached"
     SINGLE_FLIGHT = "single_flight"  # cached by a remote prefill that it waited for
@@ -27,6 +27,10 @@ class DecisionReason(enum.Enum):
     LEAVING = "leaving"
     NOT_TRANSFERABLE = "not_transferable"
 
+    @property
+    def verdict(self) -> Literal["remote", "local"]:
+        return "remote" if self is DecisionReason.LONG else "local"
+
 
 #: Reasons of local verdicts which mean that there are too few prefill workers. Such prompts may
 #: wait for another request's remote prefill.
@@ -36,46 +40,27 @@ WANT_OF_ROOM = frozenset({DecisionReason.QUEUE_FULL, DecisionReason.QUEUE_TOKENS
 OVERFLOW_REASONS = WANT_OF_ROOM | {DecisionReason.QUEUE_UNKNOWN}
 
 
-@dataclass(frozen=True)
-class Local:
-    """Prefill in the decode engine, in chunks beside its decodes."""
-
-    reason: DecisionReason
-
-
-@dataclass(frozen=True)
-class Remote:
-    """Ask a prefill worker."""
-
-    reason: DecisionReason
-
-
-Verdict = Local | Remote
-
-
-def decide(inputs: DecisionInputs, thresholds: DecisionThresholds) -> Verdict:
+def decide(inputs: DecisionInputs, thresholds: DisaggOptions) -> DecisionReason:
     """The verdict for one prompt."""
     if not inputs.transferable:
-        return Local(DecisionReason.NOT_TRANSFERABLE)
+        return DecisionReason.NOT_TRANSFERABLE
     if inputs.leaving:
-        return Local(DecisionReason.LEAVING)
+        return DecisionReason.LEAVING
     # The last token is always computed here, since the first new one is sampled from it.
     limit = max(thresholds.max_local_prefill_length, 1)
     if inputs.uncached_tokens <= limit:
         if inputs.prompt_tokens <= limit:
-            return Local(DecisionReason.SHORT)
-        return Local(
-            DecisionReason.SINGLE_FLIGHT if inputs.prefix_awaited else DecisionReason.CACHED
-        )
+            return DecisionReason.SHORT
+        return DecisionReason.SINGLE_FLIGHT if inputs.prefix_awaited else DecisionReason.CACHED
     queue = inputs.queue
     if queue is None or queue.age_s > thresholds.queue_view_max_age_s:
-        return Local(DecisionReason.QUEUE_UNKNOWN)
+        return DecisionReason.QUEUE_UNKNOWN
     if queue.prefill_workers == 0:
-        return Local(DecisionReason.NO_PREFILL_WORKER)
+        return DecisionReason.NO_PREFILL_WORKER
     if queue.jobs >= thresholds.max_prefill_queue_size:
-        return Local(DecisionReason.QUEUE_FULL)
+        return DecisionReason.QUEUE_FULL
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
-        return Local(DecisionReason.QUEUE_TOKENS)
+        return DecisionReason.QUEUE_TOKENS
     if inputs.time_left_s <= 0:
-        return Local(DecisionReason.TOO_LATE)
-    return Remote(DecisionReason.LONG)
+        return DecisionReason.TOO_LATE
+    return DecisionReason.LONG

@@ -19,7 +19,6 @@ from dynamo_lite.protocol.decisions import (
     Explained,
     decode_explain,
 )
-from dynamo_lite.protocol.options import DecisionThresholds, subset
 
 #: How many decisions an engine remembers, and for how many seconds.
 MOST, LONGEST_S = 4096, 900.0
@@ -72,9 +71,9 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
         **msgspec.structs.asdict(decided.inputs),
         request_id=prefill.request_id,
         age_s=now - decided.at,
-        verdict="remote" if prefill.is_remote else "local",
-        reason=decided.verdict.reason.value,
-        thresholds=subset(DecisionThresholds, decided.options),
+        verdict=decided.reason.verdict,
+        reason=decided.reason.value,
+        thresholds=decided.options,
         asked=Asked(
             attempt=prefill.attempt,
             outcome="" if outcome is None else outcome.value,

@@ -60,7 +60,7 @@ class WriterLinks:
 
 
 class PrefillWorkers:
-    """Use `follow()` as a context. Before it no worker is known.
+    """Use `follow()` as a context; before it nothing may be asked.
 
     Changed on the bridge's thread; the counts are read on any thread.
     """
@@ -69,8 +69,9 @@ class PrefillWorkers:
         assert isinstance(config.role, DecodeEngineConfig)
         self._namespace, self._component = config.namespace, config.role.prefill_component
         self._on_drop = on_drop
-        self._roster: Roster | None = None
-        self._health: HealthMonitor | None = None
+        # Both are there inside `follow()`.
+        self._roster: Roster
+        self._health: HealthMonitor
         self._links = WriterLinks(config.namespace, config.engine_id)
 
     @contextlib.asynccontextmanager
@@ -88,12 +89,11 @@ class PrefillWorkers:
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            roster = Roster(store, prefix, self._on_drop, on_failure)
-            self._roster = await enter(roster)
+            self._roster = await enter(Roster(store, prefix, self._on_drop, on_failure))
             self._health = await enter(
                 HealthMonitor(
                     messaging,
-                    roster,
+                    self._roster,
                     namespace=self._namespace,
                     component=self._component,
                     on_drop=self._on_drop,
@@ -108,25 +108,23 @@ class PrefillWorkers:
         on_members: takes the workers that have registered and those that have left. on_health:
         takes those that respond again and those that do not any more.
         """
-        assert self._roster is not None and self._health is not None
         self._roster.on_change(on_members)
         self._health.on_change(on_health)
 
-    def is_registered(self, lease_id: int) -> bool:
-        return self._roster is not None and self._roster.get(lease_id) is not None
-
     def show_life(self, lease_id: int) -> None:
         """The worker has sent a message, so it responds."""
-        if self._health is not None:
-            self._health.shows_life(lease_id)
+        self._health.shows_life(lease_id)
 
     def trouble(self, lease_id: int) -> str:
-        """Why the worker cannot work; empty if it responds and is healthy."""
-        return "" if self._health is None else self._health.trouble(lease_id)
+        """Why the worker must not get a claim; empty if it may."""
+        if self._roster.get(lease_id) is None:
+            return "no such prefill worker"  # nothing would report when it is gone
+        why = self._health.trouble(lease_id)
+        return f"not able to work: {why}" if why else ""
 
     @property
     def responsive(self) -> Members:
-        return () if self._health is None else self._health.responsive
+        return self._health.responsive
 
     @property
     def usable(self) -> Members:
@@ -142,4 +140,4 @@ class PrefillWorkers:
     @property
     def unresponsive(self) -> int:
         """How many workers are registered, but do not respond."""
-        return 0 if self._roster is None else len(self._roster.members) - len(self.responsive)
+        return len(self._roster.members) - len(self.responsive)

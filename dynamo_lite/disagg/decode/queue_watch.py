@@ -4,14 +4,12 @@ Each engine reads the queue from the broker, which enforces the hard cap itself.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.queue.base import PrefillQueue
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.tasks import OnFailure, log_failure, running
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +42,13 @@ class QueueWatch:
         #: Tokens to compute and bytes of the jobs that this engine has pushed, fading.
         self._pushed_tokens, self._pushed_bytes = 1.0, _BYTES_PER_TOKEN
 
-    @contextlib.asynccontextmanager
-    async def running(
-        self, queue: PrefillQueue, on_failure: OnFailure = log_failure
-    ) -> AsyncIterator[None]:
-        async with running(self._watch(queue), name="queue-view", on_failure=on_failure):
-            yield
-
     def pushed(self, tokens: int, size: int) -> None:
         """This engine has pushed a job. tokens: to compute. size: in bytes."""
         self._pushed_tokens = _FADE * self._pushed_tokens + tokens
         self._pushed_bytes = _FADE * self._pushed_bytes + size
 
-    async def _watch(self, queue: PrefillQueue) -> None:
+    async def watch(self, queue: PrefillQueue) -> None:
+        """Reads the queue from time to time, without end."""
         while True:
             read_at = self._now()
             try:

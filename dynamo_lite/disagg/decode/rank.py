@@ -12,7 +12,7 @@ the first gap, over all writers.
 """
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,43 +27,29 @@ from dynamo_lite.transfer.sharding import hole
 
 logger = logging.getLogger(__name__)
 
-_MAX_EARLY = _MAX_ENDED = 1024
-#: How many notifications of an attempt are kept until its claim is known.
-_MAX_UNCLAIMED = 256
+_MAX_EARLY = 1024
 
 
 @dataclass
-class _Arrived:
-    """The notifications of one attempt. A duplicate counts once."""
+class _Awaited:
+    """An attempt that this engine waits for, and the notifications of its claim. A duplicate counts
+    once."""
 
-    #: Of the attempt; 0 until it is known. A notification may arrive before the step that names it.
+    request_id: str
+    #: To be written, in order.
+    blocks: tuple[int, ...]
+    #: 0 until it is known.
     claim: int = 0
-    unclaimed: deque[Written] = field(default_factory=deque)
     #: By writing rank.
     commits: dict[int, Written] = field(default_factory=dict)
     #: By writing rank and first block.
     landed: dict[int, dict[int, Written]] = field(default_factory=dict)
-    #: How many were dropped because they were written under another claim.
-    dropped: int = 0
 
     def add(self, notice: Written) -> None:
-        if not self.claim:
-            self.unclaimed.append(notice)
-            if len(self.unclaimed) > _MAX_UNCLAIMED:
-                self.unclaimed.popleft()
-                self.dropped += 1
-        elif notice.claim != self.claim:
-            self.dropped += 1
-        elif notice.last:
+        if notice.last:
             self.commits.setdefault(notice.rank, notice)
         else:
             self.landed.setdefault(notice.rank, {})[notice.first] = notice
-
-    def claimed(self, claim: int) -> None:
-        self.claim = claim
-        unclaimed, self.unclaimed = self.unclaimed, deque()
-        for notice in unclaimed:
-            self.add(notice)
 
     @property
     def complete(self) -> bool:
@@ -71,39 +57,19 @@ class _Arrived:
         return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
 
 
-@dataclass
-class _Awaited:
-    """An attempt that this engine waits for."""
-
-    request_id: str
-    #: To be written, in order.
-    blocks: tuple[int, ...]
-    notices: _Arrived
-
-
 class DecodeRank:
-    """own: this rank's memory. max_early: for how many unknown attempts
-    notifications are kept; the step that names them may still come. max_ended: how many ended
-    attempts are remembered, so that their late notifications are counted.
+    """own: this rank's memory. max_early: how many notifications are kept whose attempt, or its
+    claim, is not known; the step that names it may still come.
 
     An attempt counts as lost if the commits of its writers do not bring each byte of its blocks
     once.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        own: RankMetadata | None = None,
-        *,
-        max_early: int = _MAX_EARLY,
-        max_ended: int = _MAX_ENDED,
-    ):
-        self._max_early, self._max_ended = max_early, max_ended
+    def __init__(self, mover: Mover, own: RankMetadata, *, max_early: int = _MAX_EARLY):
         self._mover, self._own = mover, own
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: OrderedDict[str, _Arrived] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._early: deque[Written] = deque(maxlen=max_early)
         self._log_limit = LogLimit()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -112,24 +78,21 @@ class DecodeRank:
     def step(self, step: DecodeStep) -> None:
         """Applies the message of the scheduler half, and the notifications that have come."""
         for attempt, request_id in step.expect.items():
-            early = self._early.pop(attempt, None) or _Arrived()
-            self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
+            self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()))
         for attempt, claim in step.claims.items():
-            if (awaited := self._awaited.get(attempt)) is not None:
-                awaited.notices.claimed(claim)
+            self._claimed(attempt, claim)
         if step.poll or self._awaited:
             self.poll()
         for attempt, request_id in step.give_up:
             if (awaited := self._awaited.pop(attempt, None)) is not None:
                 self._failed.add(request_id)
-                self._landed[request_id] = self._complete_blocks(awaited)
-                self._close(attempt, awaited)
+                self._landed[request_id] = _whole_blocks(awaited, self._own.regions)
 
     def poll(self) -> bool:
         """Applies the notifications that have come. Whether `results` has anything to report."""
         for notice in self._mover.notices():
             self._add_notice(notice)
-        for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
+        for attempt in [a for a, awaited in self._awaited.items() if awaited.complete]:
             self._finish(attempt, self._awaited.pop(attempt))
         return bool(self._received or self._failed)
 
@@ -155,39 +118,37 @@ class DecodeRank:
             notice = decode_written(payload)
         except ProtocolError as exc:
             self.stats.drop("notice")
-            if self._log_limit.allow() is not None:
-                logger.warning("dropped an invalid NIXL notification: %s", exc)
+            self._log_limit.log(logger, "dropped an invalid NIXL notification: %s", exc)
             return
-        if (awaited := self._awaited.get(notice.attempt)) is not None:
-            awaited.notices.add(notice)
-        elif notice.attempt in self._ended:
+        if notice.attempt not in self._awaited:
             self.stats.add(LATE)
-        else:
-            self._early.setdefault(notice.attempt, _Arrived()).add(notice)
-            if len(self._early) > self._max_early:
-                self._early.popitem(last=False)
-                self.stats.add(LATE)
+        self._take(notice)
 
-    def _close(self, attempt: str, awaited: _Awaited) -> None:
-        """The attempt has ended for this rank."""
-        if dropped := awaited.notices.dropped + len(awaited.notices.unclaimed):
-            self.stats.drop("unclaimed", dropped)
-            if self._log_limit.allow() is not None:
-                logger.warning(
-                    "request %s: attempt %s: dropped %d NIXL notifications of writes that were not"
-                    " made under its claim",
-                    awaited.request_id,
-                    attempt,
-                    dropped,
-                )
-        self._ended[attempt] = None
-        if len(self._ended) > self._max_ended:
-            self._ended.popitem(last=False)
+    def _claimed(self, attempt: str, claim: int) -> None:
+        if (awaited := self._awaited.get(attempt)) is None:
+            return
+        awaited.claim = claim
+        early, self._early = self._early, deque(maxlen=self._early.maxlen)
+        for notice in early:
+            if notice.attempt == attempt:
+                self._take(notice)
+            else:
+                self._early.append(notice)
+
+    def _take(self, notice: Written) -> None:
+        awaited = self._awaited.get(notice.attempt)
+        if awaited is None or not awaited.claim:
+            self._early.append(notice)
+        elif notice.claim == awaited.claim:
+            awaited.add(notice)
+        else:
+            self.stats.drop("unclaimed")
+            text = "request %s: attempt %s: dropped the notification of a write under another claim"
+            self._log_limit.log(logger, text, awaited.request_id, notice.attempt)
 
     def _finish(self, attempt: str, awaited: _Awaited) -> None:
         """All writers have committed."""
-        self._close(attempt, awaited)
-        mismatch = None if self._own is None else self._mismatch(self._own.regions, awaited)
+        mismatch = _mismatch(awaited, self._own.regions)
         if mismatch is None:
             self._received.add(awaited.request_id)
             return
@@ -203,40 +164,36 @@ class DecodeRank:
         # cache for all ranks, so this rank must say that it has none.
         self._landed[awaited.request_id] = 0
 
-    def _mismatch(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
-        """What is wrong with the commits; None if nothing is."""
-        commits = list(awaited.notices.commits.values())
-        for commit in commits:
-            if commit.num_blocks != len(awaited.blocks):
-                return f"rank {commit.rank}: {commit.num_blocks} blocks, not {len(awaited.blocks)}"
-        return hole(regions, [part for commit in commits for part in commit.parts])
 
-    def _complete_blocks(self, awaited: _Awaited) -> int:
-        if self._own is None:
-            return 0
-        return _whole_blocks(awaited.notices, len(awaited.blocks), self._own.regions)
+def _mismatch(awaited: _Awaited, regions: Sequence[KvRegion]) -> str | None:
+    """What is wrong with the commits; None if nothing is."""
+    commits = list(awaited.commits.values())
+    for commit in commits:
+        if commit.num_blocks != len(awaited.blocks):
+            return f"rank {commit.rank}: {commit.num_blocks} blocks, not {len(awaited.blocks)}"
+    return hole(regions, [part for commit in commits for part in commit.parts])
 
 
-def _whole_blocks(notices: _Arrived, num_blocks: int, regions: Sequence[KvRegion]) -> int:
+def _whole_blocks(awaited: _Awaited, regions: Sequence[KvRegion]) -> int:
     """How many of the attempt's blocks, from the first one on, are known to hold their KV."""
     firsts: dict[int, Written | None] = {
-        rank: landed.get(0) for rank, landed in notices.landed.items()
+        rank: landed.get(0) for rank, landed in awaited.landed.items()
     }
-    firsts |= notices.commits
+    firsts |= awaited.commits
     writers = [first for first in firsts.values() if first is not None]
     if not writers or len(writers) < max(len(firsts), *(first.writers for first in writers)):
         return 0
     if hole(regions, [part for first in writers for part in first.parts]):
         return 0
-    return min(_run(notices, rank, num_blocks) for rank in firsts)
+    return min(_run(awaited, rank) for rank in firsts)
 
 
-def _run(notices: _Arrived, rank: int, num_blocks: int) -> int:
+def _run(awaited: _Awaited, rank: int) -> int:
     """How many blocks one writer has brought, from the first one up to the first gap."""
-    commit = notices.commits.get(rank)
+    commit, num_blocks = awaited.commits.get(rank), len(awaited.blocks)
     if commit is not None:
         return num_blocks if commit.num_blocks == num_blocks else 0
-    landed, end = notices.landed[rank], 0
+    landed, end = awaited.landed[rank], 0
     while end in landed:
         step = landed[end]
         if step.num_blocks == 0 or end + step.num_blocks > num_blocks:

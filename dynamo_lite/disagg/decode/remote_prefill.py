@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import DECISION, Counters, note_child, note_span
-from dynamo_lite.disagg.decision.rule import Remote, Verdict
+from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.decisions import DecisionInputs
 from dynamo_lite.protocol.options import DisaggOptions
@@ -21,9 +21,9 @@ from dynamo_lite.protocol.trace import TraceContext
 
 
 class Decided(NamedTuple):
-    """A verdict, and everything that it was made from."""
+    """A verdict by its reason, and everything that it was made from."""
 
-    verdict: Verdict
+    reason: DecisionReason
     #: Monotonic seconds.
     at: float
     inputs: DecisionInputs
@@ -79,16 +79,12 @@ class RemotePrefill:
 
     #: Id of the attempt; empty until the engine asks for a remote prefill.
     attempt: str = ""
-    #: The engine's request; None once no other remote prefill can be requested for its rest. Read
-    #: by `Resumes`.
+    #: The engine's request while the engine waits for its KV.
     prompt: Prompt | None = None
-    #: Number of the prompt's first block that is awaited. Read by `Resumes`.
+    #: Number of the prompt's first block that is awaited.
     first_block: int = 0
     #: Tokens that a prefill worker has to compute. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Whether the engine still waits for the KV, until it learns that the KV came or will not
-    #: come. Read by `SingleFlight`.
-    parked: bool = False
     #: Hashes of the awaited blocks that the engine will cache, while `parked`.
     hashes: Sequence[Hashable] = ()
     #: Span of the attempt, and of its request; None without a trace. Read by spans.
@@ -106,17 +102,22 @@ class RemotePrefill:
     detail: str = ""
 
     #: Blocks from `first_block` on whose KV is here on all ranks that have reported; None
-    #: without a report. Read by `Resumes`.
+    #: without a report.
     landed_blocks: int | None = None
-    #: Whether another remote prefill may be requested after this one. Written by `Resumes`.
+    #: Whether another remote prefill may be requested after this one.
     may_retry: bool = False
     #: Blocks on which the engine has own references while a writer may touch them.
     held: Sequence[Block] = ()
 
     @property
+    def parked(self) -> bool:
+        """Whether the engine waits for the KV, until it learns that it came or will not come."""
+        return self.prompt is not None
+
+    @property
     def is_remote(self) -> bool:
         """Whether the verdict is remote."""
-        return isinstance(self.decided.verdict, Remote)
+        return self.decided.reason.verdict == "remote"
 
     def next_try(self, decided: Decided) -> "RemotePrefill":
         """The record of the same prompt's next decision, after this remote prefill was lost."""
@@ -129,6 +130,33 @@ class RemotePrefill:
             since=self.since,
             until=self.until,
         )
+
+
+#: Outcomes that the writer caused.
+_OF_THE_WRITER = {
+    Outcome.WRITER_FAILED,
+    Outcome.WRITER_ABANDONED,
+    Outcome.WRITER_LOST,
+    Outcome.WRITER_SILENT,
+}
+#: Another prefill worker may be asked; the other answers of `again` say why not.
+WRITER_LOST = "writer_lost"
+
+
+def again(prefill: RemotePrefill, *, others: int, now: float) -> str:
+    """Whether another prefill worker may be asked for a prompt whose remote prefill is lost.
+
+    others: usable prefill workers beside the writer. now: monotonic.
+    """
+    assert prefill.until is not None
+    if prefill.outcome not in _OF_THE_WRITER:
+        return "not_the_writer"  # another one would end the same way
+    if prefill.tries >= prefill.max_tries:
+        return "tried"
+    if others < 1:
+        return "no_other"
+    # Late: less time is left than was already spent.
+    return "late" if prefill.until - now < now - prefill.since else WRITER_LOST
 
 
 def stages_s(prefill: RemotePrefill) -> dict[str, float]:
@@ -144,13 +172,14 @@ def report_decision(
     stats: Counters, above: TraceContext | None, prefill: RemotePrefill, now: float
 ) -> None:
     """Counts a decision, and notes its span. It holds since `now`."""
-    decided, kind = prefill.decided, "remote" if prefill.is_remote else "local"
-    stats.add(f"{DECISION}/{kind}/{decided.verdict.reason.value}")
+    decided = prefill.decided
+    verdict, reason = decided.reason.verdict, decided.reason.value
+    stats.add(f"{DECISION}/{verdict}/{reason}")
     if above is None:
         return
     attributes: dict[str, str | int] = {
-        "dynamo_lite.verdict": kind,
-        "dynamo_lite.reason": decided.verdict.reason.value,
+        "dynamo_lite.verdict": verdict,
+        "dynamo_lite.reason": reason,
         "dynamo_lite.prompt_tokens": decided.inputs.prompt_tokens,
         "dynamo_lite.cached_tokens": decided.inputs.cached_tokens,
     }

@@ -66,7 +66,6 @@ class RemotePrefills:
         if prefill is None:
             prefill = RemotePrefill(request_id, decided)
         elif prefill.may_retry:
-            prefill.prompt = None
             prefill = prefill.next_try(decided)
         else:
             prefill.decided = decided
@@ -86,7 +85,7 @@ class RemotePrefills:
         prefill.allocated, prefill.wait = True, None
         if not prefill.tries:
             prefill.cached_tokens = prefill.decided.inputs.cached_tokens
-        if prefill.decided.verdict.reason in OVERFLOW_REASONS:
+        if prefill.decided.reason in OVERFLOW_REASONS:
             self._stats.add(OVERFLOW, prefill.decided.inputs.uncached_tokens)
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
@@ -117,7 +116,7 @@ class RemotePrefills:
         prefill.first_block, prefill.awaited_tokens = first_block, awaited_tokens
         prefill.above = above = traced(prompt.trace_headers)
         prefill.trace = None if above is None else above.child()
-        prefill.parked, prefill.hashes = True, hashes
+        prefill.hashes = hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self.last_asked_at = now
@@ -134,16 +133,14 @@ class RemotePrefills:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
-    def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
+    def unparked(self, request_id: str) -> tuple[RemotePrefill, Prompt] | None:
         """The engine learns that the KV came, or that it will not come. Returns None for KV that
         another connector has loaded."""
         prefill = self.by_request.get(request_id)
-        if prefill is None or not prefill.parked:
+        if prefill is None or (prompt := prefill.prompt) is None:
             return None
         self._unpark(prefill)
-        if received:
-            prefill.prompt = None
-        return prefill
+        return prefill, prompt
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
         """The attempt's blocks stay reserved until `release`."""
@@ -176,7 +173,6 @@ class RemotePrefills:
         prefill = self.by_request.pop(request_id, None)
         if prefill is not None:
             self._unpark(prefill)
-            prefill.prompt = None
         return prefill
 
     # Events of the bridge
@@ -214,7 +210,7 @@ class RemotePrefills:
             report_resume(self._stats, prefill)
 
     def _unpark(self, prefill: RemotePrefill) -> None:
-        prefill.parked = False
+        prefill.prompt = None
         for key in prefill.hashes:
             parked = self.by_hash[key]
             del parked[prefill.request_id]

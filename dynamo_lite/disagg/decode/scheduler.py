@@ -11,19 +11,18 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from msgspec import structs
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
-from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decision.rule import decide
-from dynamo_lite.disagg.decode.attempt_events import Claimed, Inbox, LedgerEvent
-from dynamo_lite.disagg.decode.control_session import ControlSession
+from dynamo_lite.disagg.decode.control_session import Claimed, ControlSession, LedgerEvent
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefill import WRITER_LOST, Decided, RemotePrefill, again
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
-from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
@@ -37,11 +36,14 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger(__name__)
 
+#: Gives the blocks of the request's first tokens, as many as stated, to the prefix cache.
+CacheBlocks = Callable[[Any, int], None]
+
 
 class DecodeScheduler:
-    """block_size: in tokens. cache: see `Resumes`. new_attempt: returns a new id.
-    hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may have in
-    flight."""
+    """block_size: in tokens. cache: None where the engine caches no prefixes. new_attempt: returns
+    a new id. hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may
+    have in flight."""
 
     def __init__(
         self,
@@ -61,15 +63,13 @@ class DecodeScheduler:
         assert isinstance(config.role, DecodeEngineConfig)
         self._engine_id, self._block_size, self._pool = config.engine_id, block_size, pool
         self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
+        self._cache = cache
         self.stats = stats = Counters()
         log = DecisionLog(config, self._now)
         self.prefills = prefills = RemotePrefills(stats, log, self._now)
-        self._ledger = ledger or Ledger(landing_s=config.lease_ttl_s)
-        self._inbox: Inbox = Inbox()
         self._net = net = ControlSession(
             config,
-            self._ledger,
-            self._inbox,
+            ledger or Ledger(landing_s=config.lease_ttl_s),
             status=self._status,
             explain=log.answer,
             clients=clients,
@@ -78,7 +78,6 @@ class DecodeScheduler:
         )
         self.bridge = open_bridge(net.session)
         self._flights = SingleFlight(block_size, hash_block_size, prefills, stats)
-        self._resumes = Resumes(block_size, stats, lambda: net.workers.usable, cache)
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: The jobs of the step that is being scheduled.
@@ -308,8 +307,9 @@ class DecodeScheduler:
 
     def _take_inbox(self) -> None:
         """Carries out what the bridge has left for this step."""
-        while self._inbox:
-            match self._inbox.popleft():
+        inbox = self._net.inbox
+        while inbox:
+            match inbox.popleft():
                 case Release(attempt):
                     self._pool.free_blocks(reversed(self.prefills.release(attempt)))
                 case Ended(request_id, attempt, outcome, detail):
@@ -323,23 +323,48 @@ class DecodeScheduler:
                     self.prefills.claimed(attempt, writer, at)
 
     def _transferred(self, request_id: str, *, received: bool) -> None:
-        prefill = self.prefills.unparked(request_id, received=received)
-        if prefill is None:
+        if (found := self.prefills.unparked(request_id)) is None:
             return
+        prefill, prompt = found
         attempt = prefill.attempt
         outcome = Outcome.COMMITTED if received else Outcome.CORRUPT
         if self.prefills.ended(attempt, outcome) is not None:
             # All ranks have the commits of all writers, or said so of others: no write follows.
             self._events.append(lambda ledger: ledger.received(attempt))
         if not received:
-            self._resumes.lost(prefill, self._now())
+            self._lost(prefill, prompt)
+
+    def _lost(self, prefill: RemotePrefill, prompt: Prompt) -> None:
+        """The remote prefill has ended without its KV, and the engine is about to take the blocks
+        back. Those that a lost writer had finished are given to the prefix cache before, so that
+        the engine finds them when it decides about the prompt again.
+
+        They stay in quarantine as well, which is safe: a writer that writes a finished block again
+        writes the same contents.
+        """
+        others = sum(member.lease_id != prefill.writer for member in self._net.workers.usable)
+        reason = again(prefill, others=others, now=self._now())
+        prefill.may_retry = reason == WRITER_LOST
+        blocks = 0 if self._cache is None else prefill.landed_blocks or 0
+        if blocks and self._cache is not None:
+            self._cache(prompt, (prefill.first_block + blocks) * self._block_size)
+        assert prefill.outcome is not None
+        logger.info(
+            "request %s: attempt %s: remote prefill lost (%s), %d blocks are kept; retry: %s",
+            prefill.request_id,
+            prefill.attempt,
+            prefill.outcome.value,
+            blocks,
+            reason,
+        )
+        self.stats.add(f"{RESUME}/{reason}")
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread."""
         if self.metadata is None:
             return None
-        ledger, net, now = self._ledger, self._net, self._now()
-        view = net.queue_watch.view
+        net, now = self._net, self._now()
+        ledger, view = net.ledger, net.queue_watch.view
         if view is not None and now - view.read_at > net.options.queue_view_max_age_s:
             view = None
         return EngineStatus(

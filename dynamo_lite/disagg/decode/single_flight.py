@@ -95,7 +95,7 @@ class SingleFlight:
         cached = decided.inputs.prompt_tokens - decided.inputs.uncached_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
-        if leader is None or decided.verdict.reason not in _LONG or wait.waits >= _MAX_WAITS:
+        if leader is None or decided.reason not in _LONG or wait.waits >= _MAX_WAITS:
             return False
         if not pays(
             shared=prefix - cached,

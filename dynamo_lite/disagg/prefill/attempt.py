@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
-from prometheus_client import Histogram
 
 from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
 from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
@@ -84,14 +83,10 @@ class WriterParts:
 
 
 class JobAttempt:
-    """The attempt of one pulled job, of which nothing is in the engine before and after `run`.
+    """The attempt of one pulled job, of which nothing is in the engine before and after `run`."""
 
-    stages: durations of its stages.
-    """
-
-    def __init__(self, parts: WriterParts, request: RemotePrefillRequest, stages: Histogram):
+    def __init__(self, parts: WriterParts, request: RemotePrefillRequest):
         self._parts, self.request, self._claim = parts, request, parts.new_claim()
-        self._stages = stages
         self._now, self._boottime = parts.clock.monotonic, parts.clock.boottime
         self._pulled = self._now()
         #: The job's span, and the one of its decode engine above it; None: it is not traced.
@@ -144,11 +139,10 @@ class JobAttempt:
 
     async def _compute(self, cell: OpenCell, link: PeerLink) -> AttemptOutcome:
         """The claim holds: has the job computed and written, and renews the claim meanwhile."""
-        request, parts, claimed = self.request, self._parts, self._now()
-        self._stages.labels("claim").observe(claimed - self._pulled)
+        request, parts = self.request, self._parts
         job = request
         if parts.tracer is not None and self._span is not None:
-            parts.tracer.record_child("claim", self._span, self._pulled, claimed)
+            parts.tracer.record_child("claim", self._span, self._pulled, self._now())
             job = msgspec.structs.replace(job, trace_headers=self._span.headers())
         if not link.reads:
             job = msgspec.structs.replace(job, prefix_block_ids=[])
@@ -157,7 +151,6 @@ class JobAttempt:
                 ended = await parts.engine.prefill(job, link.target, cell.cell, self._first_token)
         except Refused as exc:  # before the engine has the job
             return AttemptOutcome(request.attempt, "failed", str(exc))
-        self._stages.labels("engine").observe(self._now() - claimed)
         if ended.outcome == "written":
             link.failures = 0
         return ended

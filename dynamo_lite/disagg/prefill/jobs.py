@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.prefill.attempt import JobAttempt, WriterParts
@@ -49,14 +49,6 @@ class PrefillJobs:
         self._busy_s = Counter(
             "dynamo_lite_prefill_busy_seconds",
             "Time in which at least one job was in progress; counted when a job ends",
-            registry=registry,
-        )
-        self._stages = Histogram(
-            "dynamo_lite_prefill_job_stage_seconds",
-            "Stages of a prefill job: claim (from its pull until it holds), engine (from"
-            " there until the engine says that nothing is being written any more)",
-            ["stage"],
-            buckets=(0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
         #: Set when the queue gets nothing more for this worker.
@@ -108,7 +100,7 @@ class PrefillJobs:
             self._ended.labels("malformed").inc()
             await _ack(job)
             return
-        self._begin(attempt := JobAttempt(self._parts, request, self._stages))
+        self._begin(attempt := JobAttempt(self._parts, request))
         try:
             outcome = await attempt.run()
         finally:

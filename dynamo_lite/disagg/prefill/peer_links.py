@@ -104,10 +104,10 @@ class PeerLinks:
         known = [f"{self._prefix}{engine_id}" for engine_id in self._links]
         for key, value in changes(event, known).items():
             engine_id = key.removeprefix(self._prefix)
-            if value is None:  # if the store has lost the record, its engine puts it again
-                self._deleted(engine_id)
-            else:
+            if value is not None:
                 self._add(engine_id, value)
+            elif (link := self._links.pop(engine_id, None)) is not None:
+                link.gone.set()  # if the store has lost the record, its engine puts it again
 
     def _add(self, engine_id: str, value: bytes) -> None:
         if engine_id in self._links:
@@ -146,10 +146,6 @@ class PeerLinks:
                 self._host.progress(f"unfit for every decode worker, so it gets no jobs: {why}")
             elif self._links:
                 self._host.progress("fits a decode worker")
-
-    def _deleted(self, engine_id: str) -> None:
-        if (link := self._links.pop(engine_id, None)) is not None:
-            link.gone.set()
 
     def _mark(self, link: PeerLink, why: str, for_s: float | None) -> None:
         """for_s: None for as long as the engine lives."""

@@ -42,7 +42,6 @@ class PrefixReads:
         self._mover, self._own, self._peers = mover, own, peers
         self._until, self._boottime, self._stats = until, boottime, stats
         self._open: list[_Reading] = []
-        self._results = RankResults()
 
     def __bool__(self) -> bool:
         """Whether any read has not ended."""
@@ -51,13 +50,13 @@ class PrefixReads:
     @property
     def in_flight(self) -> set[str]:
         """The engines with reads in flight."""
-        return {reading.read.target_engine for reading in self._open if reading.in_flight}
+        return {reading.read.of.target_engine for reading in self._open if reading.in_flight}
 
     def start(self, read: PrefixRead) -> None:
         reading = _Reading(read)
         self._open.append(reading)
         try:
-            for source in self._peers.sources(read.target_engine):
+            for source in self._peers.sources(read.of.target_engine):
                 if not self._holds(read):
                     reading.failure = NOT_HELD
                     return
@@ -82,42 +81,35 @@ class PrefixReads:
         A failed read may still change its blocks until its other transfers have ended and its peer
         is removed: they stay reserved until then.
         """
+        results = RankResults()
         for reading in list(self._open):
-            removed = reading.read.target_engine not in self._peers.ending
+            removed = reading.read.of.target_engine not in self._peers.ending
             if not reading.in_flight and (removed or reading.failure is None):
                 self._open.remove(reading)
-                self._end(reading)
-        settled, self._results = self._results, RankResults()
-        return settled
+                read = self._ended(reading)
+                (results.received if read else results.lost).add(reading.read.of.attempt)
+        return results
 
     def _holds(self, read: PrefixRead) -> bool:
-        return self._boottime() < self._until(read.cell)
+        return self._boottime() < self._until(read.of.cell)
 
     def _read(self, read: PrefixRead, source: RemoteRank) -> Transfer:
         there, here = source.blocks[0].descriptors(read.remote_ids, read.local_ids)
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))
 
-    def _end(self, reading: _Reading) -> None:
-        if reading.failure is None and not self._holds(reading.read):
-            reading.failure = NOT_HELD
-        request_id = reading.read.request_id
-        if reading.failure == NOT_HELD:
-            self._results.lost.add(request_id)
-            return
-        if reading.failure is None:
-            self._results.received.add(request_id)
-        else:
-            self._results.lost.add(request_id)
-            logger.warning(
-                "request %s: attempt %s: prefix read failed, computing it instead: %s",
-                request_id,
-                reading.read.attempt,
-                reading.failure,
-            )
-        self._stats.add(f"{PREFIX_READ}/{'read' if reading.failure is None else 'failed'}")
+    def _ended(self, reading: _Reading) -> bool:
+        """Whether the prefix was read."""
+        failure = reading.failure
+        if failure == NOT_HELD or (failure is None and not self._holds(reading.read)):
+            return False
+        if failure is not None:
+            why = "attempt %s: prefix read failed, computing it instead: %s"
+            logger.warning(why, reading.read.of.attempt, failure)
+        self._stats.add(f"{PREFIX_READ}/{'read' if failure is None else 'failed'}")
+        return failure is None
 
     def _fail(self, reading: _Reading, why: Exception) -> None:
         reading.failure = str(why)
         if isinstance(why, TransferError):
-            self._peers.failed(reading.read.target_engine, why)
+            self._peers.failed(reading.read.of.target_engine, why)

@@ -120,24 +120,20 @@ class RemoteRanks:
         if engine_id in self.ending:
             return "peer not usable: a transfer with it has failed, and others are in flight"
         try:
-            self.connect(engine_id, self._metadata[engine_id], self._own_engine)
+            self._connected[engine_id] = self._connect(engine_id)
         except (msgspec.DecodeError, TransferError) as exc:
             logger.warning("could not connect to engine %s: %s", engine_id, exc)
             self.broken[engine_id] = str(exc)
             return f"peer not usable: {exc}"
         return None
 
-    def connect(self, engine_id: str, target: bytes, engine: bytes) -> None:
+    def _connect(self, engine_id: str) -> _Peer:
         """Maps this rank's share to the engine's ranks, and loads their agents.
 
-        target: the decode engine's metadata. engine: metadata of this rank's own engine,
-        empty if it is the only rank. Raises TransferError, IncompatiblePeer,
-        msgspec.DecodeError.
+        Raises TransferError, IncompatiblePeer, msgspec.DecodeError.
         """
-        remote = msgspec.msgpack.decode(target, type=EngineMetadata).ranks
-        own = (self._own,)
-        if engine:
-            own = msgspec.msgpack.decode(engine, type=EngineMetadata).ranks
+        remote = _ranks_of(self._metadata[engine_id])
+        own = _ranks_of(self._own_engine) if self._own_engine else (self._own,)
         lanes = join(engine_id, own, remote)
         mine = {index: lanes[self._rank, index] for rank, index in lanes if rank == self._rank}
         every = [lane for found in mine.values() for lane in found]
@@ -160,7 +156,7 @@ class RemoteRanks:
                     writers=writers(lanes, index),
                 )
             )
-        self._connected[engine_id] = _Peer(own, remote, ranks, layout)
+        return _Peer(own, remote, ranks, layout)
 
     def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
         name = f"{engine_id}/{index}"
@@ -190,3 +186,7 @@ class RemoteRanks:
         if found is None:
             raise TransferError(engine_id, "another transfer with it has failed")
         return found
+
+
+def _ranks_of(metadata: bytes) -> Sequence[RankMetadata]:
+    return msgspec.msgpack.decode(metadata, type=EngineMetadata).ranks

@@ -10,7 +10,7 @@ the session, which run on the bridge's.
 import contextlib
 import enum
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters, note_child
@@ -23,6 +23,7 @@ from dynamo_lite.disagg.messages import (
     PrefixRead,
     RankResults,
     WorkerReport,
+    WritingAttempt,
 )
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
@@ -30,7 +31,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import NULL_BLOCK
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 #: Of how many decode engines the ranks keep the metadata and the connections: those used last.
@@ -56,12 +57,11 @@ class _Job:
     request: Prompt
     #: Tokens per block of this engine.
     block_size: int
+    #: For the ranks, from its first step on.
+    of: WritingAttempt
     state: _State = _State.ARRIVED
     #: Number of the first block that no write covers yet.
     written: int = 0
-    #: Monotonic time of the job's first step.
-    scheduled: float = 0.0
-    trace: TraceContext | None = None
     #: Whether the ranks know the decode engine.
     announced: bool = False
     #: Whether the last write is scheduled.
@@ -70,18 +70,14 @@ class _Job:
     failure: str | None = None
 
     @property
-    def attempt(self) -> str:
-        return self.params.attempt
-
-    @property
     def first(self) -> int:
         """Number of the first block to write, in the decode engine's blocks."""
         return self.params.num_computed_tokens // self.params.block_size
 
     def begin(self, now: float) -> None:
         """Its first step."""
-        self.state, self.scheduled = _State.RUNNING, now
-        self.written, self.trace = self.first, traced(self.request.trace_headers)
+        self.state, self.written = _State.RUNNING, self.first
+        self.of = replace(self.of, scheduled=now)
 
     @property
     def outcome(self) -> str:
@@ -90,23 +86,12 @@ class _Job:
             return "abandoned" if self.failure == NOT_HELD else "failed"
         return "written" if self.complete else "abandoned"
 
-    def preempted(self) -> None:
-        """vLLM has preempted it: it is computed and written again from its first block."""
-        self.written = self.first
-
     def read(self, block_ids: Sequence[int], external: int) -> PrefixRead:
         """Begins the read of the prefix's last `external` tokens into `block_ids`, its blocks."""
         prefix = self.params.prefix_block_ids
         start = len(prefix) - external // self.block_size
         self.state = _State.READING
-        return PrefixRead(
-            attempt=self.attempt,
-            request_id=self.request.request_id,
-            target_engine=self.params.engine_id,
-            local_ids=list(block_ids[start : len(prefix)]),
-            remote_ids=list(prefix[start:]),
-            cell=self.params.cell,
-        )
+        return PrefixRead(self.of, list(block_ids[start : len(prefix)]), list(prefix[start:]))
 
     def write(self, done_tokens: int, blocks_of: BlocksOf) -> BlockWrite | None:
         """The write of the blocks that this step completes; None if it completes none.
@@ -131,23 +116,16 @@ class _Job:
                 _needed(table[start:behind], ids[first:behind_first])
                 for table, ids in zip(tables, wanted, strict=True)
             )
-        write = BlockWrite(
-            attempt=self.attempt,
-            request_id=self.request.request_id,
-            target_engine=self.params.engine_id,
-            local_ids=local,
-            remote_ids=remote,
+        self.written, self.complete = end, last
+        return BlockWrite(
+            self.of,
+            local,
+            remote,
             last=last,
-            num_blocks=len(self.params.block_ids),
-            scheduled=self.scheduled,
             first=first,
             skip_tokens=skip,
             other_groups=others,
-            trace=self.trace,
-            cell=self.params.cell,
         )
-        self.written, self.complete = end, last
-        return write
 
 
 def _needed(local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -230,8 +208,8 @@ class PrefillScheduler:
         job.begin(now)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
-            if job.trace is not None:
-                note_child(self.stats, "wait", job.trace, queued_at, now)
+            if job.of.trace is not None:
+                note_child(self.stats, "wait", job.of.trace, queued_at, now)
         if external:
             self._announce(self._step, job)
             self._step.reads.append(job.read(block_ids, external))
@@ -242,7 +220,7 @@ class PrefillScheduler:
         step, self._step = self._step, PrefillStep()
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
-                job.preempted()
+                job.written = job.first  # it is computed and written again from there on
                 step.preempted.append(request_id)
         for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
@@ -292,8 +270,8 @@ class PrefillScheduler:
             self._end(request_id, "abandoned")
         elif job.state is _State.READING:
             job.state = _State.RUNNING
-            if job.trace is not None:
-                note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
+            if (of := job.of).trace is not None:
+                note_child(self.stats, "prefix read", of.trace, of.scheduled, self._now())
 
     @property
     def busy(self) -> bool:
@@ -305,7 +283,14 @@ class PrefillScheduler:
         """The job of this request, whose parameters are unpacked once; None for other requests."""
         job = self._jobs.get(request.request_id)
         if job is None and (params := unpack(request, PrefillJobParams)) is not None:
-            job = self._jobs[request.request_id] = _Job(params, request, self._block_size)
+            of = WritingAttempt(
+                request.request_id,
+                params.engine_id,
+                num_blocks=len(params.block_ids),
+                cell=params.cell,
+                trace=traced(request.trace_headers),
+            )
+            job = self._jobs[of.attempt] = _Job(params, request, self._block_size, of)
         return job
 
     def _announce(self, step: PrefillStep, job: _Job) -> None:
@@ -330,8 +315,8 @@ class PrefillScheduler:
                 step.forget.append(oldest)
 
     def _end(self, request_id: str, outcome: str, detail: str = "") -> None:
-        job = self._jobs.pop(request_id)
-        self.stats.append(ENDED, [job.attempt, outcome, detail])
+        del self._jobs[request_id]
+        self.stats.append(ENDED, [request_id, outcome, detail])
 
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:

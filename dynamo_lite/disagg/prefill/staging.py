@@ -118,7 +118,7 @@ class Staging:
         except Exception as exc:
             # An error of the device must not end the engine's step.
             self._free.append(address)
-            raise TransferError(write.target_engine, f"could not stage blocks: {exc}") from exc
+            raise TransferError(write.of.target_engine, f"could not stage blocks: {exc}") from exc
 
     def release(self, slot: StagingSlot | None) -> None:
         """Drops one reference; the slot is free after the last one."""

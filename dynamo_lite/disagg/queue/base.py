@@ -77,7 +77,7 @@ class Job(Protocol):
     def sequence(self) -> int: ...
 
     async def ack(self) -> None:
-        """The job is over: removes it from the queue. Later calls do nothing.
+        """The job is over: removes it from the queue.
 
         Raises BrokerUnavailable and nothing else. Then the job may stay on the queue, where it
         counts, until its decode engine deletes it, or for `max_age_s`.

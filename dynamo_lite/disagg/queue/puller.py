@@ -41,7 +41,6 @@ class JetStreamJob:
 
     def __init__(self, client: Client, message: Msg):
         self._client, self._reply = client, message.reply
-        self._acked = False
         self.payload = message.data
         self.sequence: int = message.metadata.sequence.stream
 
@@ -49,8 +48,6 @@ class JetStreamJob:
         return f"<JetStreamJob sequence={self.sequence}>"
 
     async def ack(self) -> None:
-        if self._acked:
-            return
         if not self._client.is_connected:
             raise BrokerUnavailable(f"job {self.sequence}: NATS is disconnected")
         try:
@@ -58,7 +55,6 @@ class JetStreamJob:
         except (errors.Error, OSError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"job {self.sequence}: {reason}") from exc
-        self._acked = True
 
 
 @dataclass(eq=False)

@@ -14,10 +14,10 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Block
 from dynamo_lite.disagg.messages import BlockWrite, PrefixRead, RankResults, WorkerReport
-from dynamo_lite.disagg.prefill.block_writes import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.transfer.base import Transfer
@@ -112,24 +112,25 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def queued(self, attempt: str) -> bool:
         """Whether no writer has claimed the attempt, which is still wanted."""
-        return self.scheduler._ledger.state(attempt) is AttemptState.QUEUED
+        entry = self.scheduler._net.ledger.get(attempt)
+        return entry is not None and entry.state is AttemptState.QUEUED
 
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
-        entry = self.scheduler._ledger._attempts.get(attempt)
+        entry = self.scheduler._net.ledger.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
 
     def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
-        ledger = self.scheduler._ledger
+        ledger = self.scheduler._net.ledger
         for attempt, (asker, _, _) in reversed(self.asked.items()):
-            if asker is request and (state := ledger.state(attempt)) is not None:
-                return attempt, state
+            if asker is request and (entry := ledger.get(attempt)) is not None:
+                return attempt, entry.state
         return None, None
 
     def writes(self, attempt: str) -> bool:
         """Whether it was claimed by a writer that has not sent `Done`."""
-        entry = self.scheduler._ledger._attempts.get(attempt)
+        entry = self.scheduler._net.ledger.get(attempt)
         return entry is not None and bool(entry.claim) and not entry.done
 
     def unsettled(self) -> str | None:
@@ -172,18 +173,18 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
 def watch(rank: PrefillRank, mover: SimMover) -> None:
     """Gives the mover the attempt of each write and read of the rank, for the invariants."""
-    start_write, start_read = rank._writes._write, rank._reads.start
+    start_write, start_read = rank._write, rank._reads.start
 
-    def write(attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank) -> Transfer | None:
-        mover.attempt = write.attempt
-        return start_write(attempt, write, peer)
+    def write(write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None) -> Transfer | None:
+        mover.attempt = write.of.attempt
+        return start_write(write, peer, slot)
 
     def read(read: PrefixRead) -> None:
-        mover.attempt = read.attempt
-        mover.cells[read.attempt] = read.cell
+        mover.attempt = read.of.attempt
+        mover.cells[read.of.attempt] = read.of.cell
         start_read(read)
 
-    rank._writes._write, rank._reads.start = write, read
+    rank._write, rank._reads.start = write, read
 
 
 class PrefillHalves(_Halves[PrefillScheduler, PrefillRank]):

@@ -161,7 +161,7 @@ def test_a_lost_prompt_that_is_asked_for_again_needs_its_blocks_once(
     steps = Steps(model, tmp_path, 130)
     decode = losing(steps, workers=2, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
-    decode._inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
+    decode._net.inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
     steps.step(lost=["long"])
     steps.add("short", [3] * 20)
@@ -178,7 +178,7 @@ def test_prompts_whose_kv_is_here_do_not_wait_for_the_blocks_of_a_lost_one(
     steps = Steps(model, tmp_path, 110)
     decode = losing(steps, workers=1, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
-    decode._inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
+    decode._net.inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
     steps.step()
     steps.step(lost=["long"], received=["ready"])
     assert steps.step() == ["ready"]
@@ -194,7 +194,7 @@ def test_prompts_that_are_lost_together_keep_their_order(
     decode._net.workers._health = SimpleNamespace(responsive=())
     for name in names:
         attempt = decode.prefills.by_request[name].attempt
-        decode._inbox += [Ended(name, attempt, Outcome.WRITER_FAILED), Release(attempt)]
+        decode._net.inbox += [Ended(name, attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
     steps.step(lost=names)
     assert steps.step() == names

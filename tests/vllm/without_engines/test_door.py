@@ -320,10 +320,7 @@ async def test_a_batch_has_no_more_conversations_than_a_list_has_prompts(front: 
     assert not front.workers.asked
 
 
-# Answers in parts
-
-
-async def test_prompt_logprobs_that_come_in_parts_are_one_answer(front: Front):
+async def test_prompt_logprobs_are_in_the_answer(front: Front):
     prompt = "hello"
     rows = len(prompt) - 1
     ids = np.array([[byte_id(ord(c))] for c in prompt[1:]], "<i8")
@@ -334,15 +331,11 @@ async def test_prompt_logprobs_that_come_in_parts_are_one_answer(front: Front):
         np.linspace(-1, -2, rows, dtype="<f4").tobytes(),
         np.arange(1, rows + 1, dtype="<i8").tobytes(),
     )
-    answers = []
-    for parts in ([whole], [whole.part(0, 1), whole.part(1, rows)]):
-        front.workers.prompt_logprobs = parts
-        answer = await front.post("/v1/completions", TEXT | {"prompt_logprobs": 0})
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        answers.append((choice["text"], choice["prompt_logprobs"]))
-    assert answers[0] == answers[1] and answers[0][0] == "abcde"
-    assert len(answers[0][1]) == len(prompt)
+    front.workers.prompt_logprobs = [whole]
+    answer = await front.post("/v1/completions", TEXT | {"prompt_logprobs": 0})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["text"] == "abcde" and len(choice["prompt_logprobs"]) == len(prompt)
 
 
 # Floods
