@@ -123,6 +123,8 @@ class RequestAttempt:
     async def __aexit__(self, _: object, why: BaseException | None, __: object) -> None:
         failed = why if isinstance(why, LegFailed) else None
         self._close()
+        for leg in ("prefill", "decode"):
+            self.parts.placer.released(self.placement, leg)
         try:
             # A cancel is raised when they have ended.
             await end_tasks(*self._tasks)
@@ -146,14 +148,15 @@ class RequestAttempt:
         self._tasks.append(task)
         return task
 
-    def begins(self, how: str, reason: str = "") -> None:
-        """The client gets its first byte."""
+    def begins(self) -> None:
+        """The client gets its first byte: all engines hold the prompt."""
+        how, reason = "disaggregated", self.placement.alone
+        if reason:
+            how, reason = ("alone", reason) if self.job.request.route else ("passed", "")
         self.parts.stats.answered[how, reason] += 1
         self.job.note.message.how, self.job.note.message.reason = how, reason
-
-    def sent(self, engine: KnownEngine) -> None:
-        """The engine has computed, or received, the prompt."""
-        self.parts.placer.sent(engine, self.placement)
+        for leg in ("prefill", "decode"):
+            self.parts.placer.computed(self.placement, leg)
 
     async def open(
         self, engine: KnownEngine, kind: LegKind, leg: Leg | None = None
@@ -222,6 +225,8 @@ class RequestAttempt:
             if expected is not None and learned != expected:
                 text = "another process or data-parallel rank has answered, or handed nothing over"
                 raise LegFailed(engine, "prefill", "unpaired", text)
+        self.parts.placer.computed(self.placement, "prefill")
+        self.parts.placer.released(self.placement, "prefill")
         return answer
 
     def depends(self) -> None:

@@ -1,11 +1,10 @@
-"""What is known of one stock engine: its state, its load, and whether it may take a leg."""
+"""What is known of one stock engine: its state, and whether it may take a leg."""
 
 import asyncio
 import logging
 import math
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.routing.worker_loads import REQUEST_LOAD_TOKENS
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -27,15 +26,6 @@ FAILURES = 2
 SILENCE_S = 10.0
 #: Gets why the engine has ended, and whether it refuses connections.
 OnEnd = Callable[[str, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StockEngineLoad:
-    """An engine's report of its load. waiting: requests that do not run yet."""
-
-    requests: int
-    kv_usage: float
-    waiting: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,15 +56,6 @@ class KnownEngine:
     named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
-    #: Legs of this process that have not ended.
-    legs: int = 0
-    #: Estimated tokens of the legs without a first byte.
-    waiting_tokens: int = 0
-    #: Requests at the engine that are not of this process.
-    other_requests: int = 0
-    kv_usage: float = 0.0
-    #: Number of its last turn, among all turns of all engines, by leg.
-    turns: dict[str, int] = field(default_factory=dict[str, int])
     identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options.
@@ -110,12 +91,6 @@ class KnownEngine:
         return self.options.role == "prefill-decode" or (
             self.decodes and self.protocol.decodes_alone
         )
-
-    @property
-    def load_tokens(self) -> int:
-        """Estimated tokens that it computes before a new prompt."""
-        requests = self.legs + self.other_requests
-        return self.waiting_tokens + requests * REQUEST_LOAD_TOKENS
 
     @property
     def usable(self) -> bool:
@@ -168,7 +143,6 @@ class KnownEngine:
     def forget(self) -> None:
         """Forgets everything that may differ for another process at this address."""
         self.identity, self.varies = None, False
-        self.other_requests, self.kv_usage = 0, 0.0
         self.misfit = ""
 
     def unfit(self, why: str) -> None:
@@ -194,29 +168,6 @@ class KnownEngine:
         before, self.engine_ids = self.engine_ids, ids
         if any(before.get(rank, one) != one for rank, one in ids.items()):
             self.ended("another process is at its address")
-
-    def reported(self, load: StockEngineLoad) -> None:
-        self.other_requests = max(0, load.requests - self.legs)
-        self.kv_usage = load.kv_usage
-
-    @contextmanager
-    def leg(self, tokens: int) -> Iterator[Callable[[], None]]:
-        """Counts a leg while the context lasts. Call what it gives when the leg's first byte has
-        come: then the prompt is computed."""
-        waiting = tokens
-
-        def answered() -> None:
-            nonlocal waiting
-            self.waiting_tokens -= waiting
-            waiting = 0
-
-        self.legs += 1
-        self.waiting_tokens += tokens
-        try:
-            yield answered
-        finally:
-            answered()
-            self.legs -= 1
 
 
 def engine_trust(options: EngineOptions) -> ssl.SSLContext | None:
@@ -263,7 +214,7 @@ _USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 _LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
 
 
-def parse_load(page: str) -> StockEngineLoad | None:
+def parse_load(page: str) -> Load | None:
     """Reads an engine's Prometheus page; None without any of the metrics. Values that are negative
     or not finite are skipped.
 
@@ -289,4 +240,4 @@ def parse_load(page: str) -> StockEngineLoad | None:
             waiting += value
         else:
             usage = max(usage, value)
-    return StockEngineLoad(int(running + waiting), usage, int(waiting)) if found else None
+    return Load(int(running), int(waiting), usage) if found else None

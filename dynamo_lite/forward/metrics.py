@@ -73,7 +73,8 @@ class ForwardMetrics(Collector):
     def _states(self) -> Sequence[_Row]:
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        legs = {labels: engine.legs for labels, engine in engines.items()}
+        loads = self._engines.loads
+        legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
         reasons = Counter((why.reason,) for why in self._engines.unused.values())
         reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
         unused = "Engines that are known and not used, by reason"

@@ -94,8 +94,8 @@ def handover_begins() -> Iterator[asyncio.Event]:
         leg_ends(note, taken, failure)
         begun.set()
 
-    def first(one: RequestAttempt, how: str, reason: str = "") -> None:
-        begins(one, how, reason)
+    def first(one: RequestAttempt) -> None:
+        begins(one)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
