@@ -11,7 +11,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.events import EventReader, ends_event, until_output
+from dynamo_lite.forward.events import EventReader, ends_event
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.protocols.base import Leg, LegOrder
@@ -85,14 +85,15 @@ async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = 
             one.begins()
             return await client.send(Answer(response.status, head, data))
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await until_output(response)
+    reader = EventReader(response)
+    data = await (reader.until_output() if response.is_stream else response.read_some())
     response.shown = True
     one.begins()
     await client.start(response.status, head)
     if changes is not None:
-        await _changed(client, response, changes.shows, data)
+        await _changed(client, reader, changes.shows, data)
     else:
-        await _unchanged(client, response, data)
+        await _unchanged(client, response, data + reader.rest())
     await client.finish()
 
 
@@ -115,15 +116,14 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
 
 
 async def _changed(
-    client: Client, response: EngineAnswer, change: Callable[[bytes], bytes], data: bytes = b""
+    client: Client, reader: EventReader, change: Callable[[bytes], bytes], events: bytes
 ) -> None:
-    """Event by event. data: the bytes that have arrived."""
+    """Event by event. events: those that have arrived."""
     try:
-        reader = EventReader(response, begun=data or await until_output(response))
-        response.shown = True
-        while events := await reader.next():
+        while events:
             await client.write(change(events))
-    except (LegFailed, Final, MalformedEvent) as exc:
+            events = await reader.next()
+    except (LegFailed, MalformedEvent) as exc:
         await break_off(client, exc, whole=True)
 
 
@@ -164,7 +164,13 @@ async def _joined(
     head.popall("content-length", None)
     await client.start(response.status, head)
     await client.write(shown)
-    await _changed(client, response, lambda events: merge.from_decode(leg.shows(events)))
+    reader = EventReader(response)
+    try:
+        events = await reader.until_output()
+    except (LegFailed, Final) as exc:
+        await break_off(client, exc, whole=True)
+    response.shown = True
+    await _changed(client, reader, lambda new: merge.from_decode(leg.shows(new)), events)
     await client.finish()
 
 
