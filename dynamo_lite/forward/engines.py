@@ -5,14 +5,13 @@ import logging
 import math
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
-from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tls import TlsFiles
@@ -56,26 +55,26 @@ class KnownEngine:
     named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
-    identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options.
     misfit: str = ""
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
-    engine_ids: dict[int, str] = field(default_factory=dict[int, str])
+    #: What protocols know of it.
+    peer: Peer = field(init=False)
     #: HOST:PORT.
     name: str = field(init=False)
     address: tuple[str, int] = field(init=False)
     #: How its certificate is checked; None: it speaks plain HTTP.
     tls: ssl.SSLContext | None = field(init=False)
-    #: Where its side of the handover listens.
-    transfer_address: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.address = self.options.address
         self.name = host_port(*self.address)
-        self.tls = engine_trust(self.options)
-        self.transfer_address = self.options.transfer_address(self.protocol.name)
+        self.tls = trust(self.options.ca_file) if self.options.secure else None
+        host, port = self.options.transfer_address(self.protocol.name)
+        notify_port = self.options.notify_port or 0
+        self.peer = Peer(address=self.name, host=host, port=port, notify_port=notify_port)
 
     @property
     def prefills(self) -> bool:
@@ -103,19 +102,7 @@ class KnownEngine:
     @property
     def fits(self) -> bool:
         """Whether a prefill leg may hand something over, as far as is known."""
-        return not self.misfit and (bool(self.engine_ids) or not self.protocol.query_path)
-
-    @property
-    def peer(self) -> Peer:
-        host, port = self.transfer_address
-        return Peer(
-            address=self.name,
-            host=host,
-            port=port,
-            notify_port=self.options.notify_port or 0,
-            identity=None if self.varies else self.identity,
-            engine_ids=self.engine_ids,
-        )
+        return not self.misfit and (bool(self.peer.engine_ids) or not self.protocol.query_path)
 
     def passed(self) -> bool:
         """A check has passed. Returns whether the engine was unhealthy before."""
@@ -142,7 +129,7 @@ class KnownEngine:
 
     def forget(self) -> None:
         """Forgets everything that may differ for another process at this address."""
-        self.identity, self.varies = None, False
+        self.peer, self.varies = replace(self.peer, identity=None), False
         self.misfit = ""
 
     def unfit(self, why: str) -> None:
@@ -155,50 +142,29 @@ class KnownEngine:
         """Notes the identity in an answer; None: the answer has none. One process has one, so
         another one at an engine that was not seen to end belongs to another data-parallel rank:
         then it is not known which rank takes the next leg."""
-        if self.identity is not None and identity is not None and identity != self.identity:
-            self.varies = True
-        self.identity = identity
+        known = self.peer.identity
+        self.varies = self.varies or (None not in (known, identity) and identity != known)
+        self.peer = replace(self.peer, identity=None if self.varies else identity)
 
     def ended(self, why: str, *, refuses: bool = False) -> None:
         for react in tuple(self.on_end):
             react(why, refuses)
 
     def has_ids(self, ids: dict[int, str]) -> None:
-        """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
-        before, self.engine_ids = self.engine_ids, ids
+        """Ranks that are not known tell nothing: it may be starting."""
+        before, self.peer = self.peer.engine_ids, replace(self.peer, engine_ids=ids)
         if any(before.get(rank, one) != one for rank, one in ids.items()):
             self.ended("another process is at its address")
 
 
-def engine_trust(options: EngineOptions) -> ssl.SSLContext | None:
-    """How its certificate is checked; None: it speaks plain HTTP. Raises ConfigError."""
-    return check_trust(options.ca_file, f"{options.url}: ca-file") if options.secure else None
-
-
-def check_trust(ca_file: str | None, option: str) -> ssl.SSLContext:
-    """option: where the file of authorities is named.
-
-    Raises ConfigError when the file cannot be read or is invalid.
-    """
-    try:
-        return _tls(ca_file)
-    except ConfigError as exc:
-        raise ConfigError([one.replace("ca=", f"{option}=", 1) for one in exc.mistakes]) from exc
-
-
 @lru_cache(maxsize=64)
-def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Files are read once per process: loading the system's authorities takes a while."""
+def trust(ca_file: str | None) -> ssl.SSLContext:
+    """How certificates are checked: by this file of authorities, or those of the system.
+
+    Read once per process: loading the system's takes a while. Raises ConfigError when the file
+    cannot be read or is invalid.
+    """
     return TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """Why a joined engine is not used. reason: a word for metrics."""
-
-    role: str
-    reason: str
-    trouble: str
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label

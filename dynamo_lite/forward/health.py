@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 
 from dynamo_lite.forward import engines
-from dynamo_lite.forward.engines import FAILURES, KnownEngine, Unused, parse_load
+from dynamo_lite.forward.engines import FAILURES, KnownEngine, parse_load
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.prompts import BLOCK_BYTES
@@ -50,8 +50,8 @@ class KnownEngines:
         by_load: bool,
     ):
         self.all: tuple[KnownEngine, ...] = ()
-        #: Why joined engines are not used, by name and lease.
-        self.unused: dict[tuple[str, str], Unused] = {}
+        #: Why joined engines are not used, by lease.
+        self.unused: dict[str, str] = {}
         #: What each engine was sent, by its number, until it has ended or left.
         self.prompts = KvIndex(BLOCK_BYTES, _MAX_INDEX_BLOCKS)
         #: The legs of this process at each engine, by its number.
@@ -220,7 +220,7 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
         status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
         # If the engine requires a key, its record may name the model.
         engine.models = _model_names(page) or ((engine.model,) if engine.model else ())
-    path, at = engine.protocol.query_path, engine.transfer_address
+    path, at = engine.protocol.query_path, (engine.peer.host, engine.peer.port)
     if not path or not engine.prefills:
         return
     # Read each time, because the ids change after every restart.

@@ -75,15 +75,14 @@ class ForwardMetrics(Collector):
         usable = {labels: engine.usable for labels, engine in engines.items()}
         loads = self._engines.loads
         legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
-        reasons = Counter((why.reason,) for why in self._engines.unused.values())
-        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
-        unused = "Engines that are known and not used, by reason"
+        misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
+        unused = {(): len(self._engines.unused) + misfits}
         which = ("engine", "role")
         return (
             ("dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}),
             ("dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable),
             ("dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs),
-            ("dynamo_lite_forward_unused_engines", unused, ("reason",), reasons),
+            ("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused),
         )
 
 

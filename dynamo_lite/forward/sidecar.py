@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import error
-from dynamo_lite.forward.engines import KnownEngine, engine_trust
+from dynamo_lite.forward.engines import KnownEngine, trust
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
@@ -87,8 +87,8 @@ async def sidecar(config: SidecarConfig) -> AsyncIterator[tuple[str, ForwardServ
     Raises StartupError, ConfigError.
     """
     own, tls = config.forwarder, server_tls(config.forwarder)
-    # Read at the start, so that a mistake in it is reported before the first request.
-    engine_trust(config.prefillers)
+    if config.prefillers.secure:
+        trust(config.prefillers.ca_file)  # a mistake in it ends the start
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         sock = bind(own.host, own.port)
