@@ -24,7 +24,7 @@ from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
 from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, PrefillAnswer
-from dynamo_lite.forward.protocols.one_token import prefill_answer
+from dynamo_lite.forward.protocols.one_token import object_of, prefill_answer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
@@ -216,7 +216,13 @@ class RequestAttempt:
             raise LegFailed(engine, "prefill", "timeout", detail) from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
-        if misfit := protocol.mismatch(answer):
+        mode = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
+        if protocol.transfer_mode and mode not in (None, protocol.transfer_mode):
+            misfit = (
+                f"it hands over with transfer_mode {str(mode)[:20]!r}, not"
+                f" {protocol.transfer_mode!r}: choose the protocol here, nixl or nixl-push, by the"
+                " engines' connector, NixlConnector or NixlPushConnector"
+            )
             engine.unfit(misfit)
             raise LegFailed(engine, "prefill", "mismatch", misfit)
         if protocol.learn is not None:

@@ -78,7 +78,7 @@ class Placer:
         # A request that is passed on unchanged may go to every engine.
         computes = bool(alone and request.route and alone != "no_header")
         decoding = self._decoding(tried.decode, computes=computes)
-        decode, reason = self._choose("decode", decoding, matched, alone)
+        decode, choice = self._choose("decode", decoding, matched, alone)
         prefilling = [engine for engine in prefilling if engine is not decode]
         if not alone and decode.decodes_alone:
             if not prefilling:
@@ -97,10 +97,10 @@ class Placer:
         )
         if not alone:
             placement.prefill, first = self._choose("prefill", prefilling, matched)
-            self._book(placement, "prefill", placement.prefill, first, prefilling, matched)
+            self._book(placement, placement.prefill, first)
         # A staged decode leg is placed later; only then the choice counts.
         if alone or not self._protocol.staged:
-            self._book(placement, "decode", decode, reason, decoding, matched)
+            self._book(placement, decode, choice)
         return placement
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
@@ -109,9 +109,9 @@ class Placer:
         if placement.prefill is not None:
             without = without | {placement.prefill.number}
         decoding, matched = self._decoding(without), self._held(placement.chain)
-        placement.decode, reason = self._choose("decode", decoding, matched)
+        placement.decode, choice = self._choose("decode", decoding, matched)
         placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
-        self._book(placement, "decode", placement.decode, reason, decoding, matched)
+        self._book(placement, placement.decode, choice)
 
     def computed(self, placement: EnginePlacement, leg: str) -> None:
         """The leg's engine holds the prompt now."""
@@ -165,43 +165,34 @@ class Placer:
 
     def _choose(
         self, leg: str, able: Sequence[KnownEngine], matched: Counter[int], alone: str = ""
-    ) -> tuple[KnownEngine, str]:
-        """The engine, and why. What a decode engine holds counts where it computes the prompt, or
-        may: else the KV comes from the prefill engine."""
-        counts = leg == "prefill" or alone or self._limit
+    ) -> tuple[KnownEngine, LegChoice]:
+        """What a decode engine holds counts where it computes the prompt, or may: else the KV comes
+        from the prefill engine."""
+        counts, loads = leg == "prefill" or alone or self._limit, self._engines.loads
         engines = {engine.number: engine for engine in able}
-        chosen, reason = self._engines.loads.choose(
+        number, reason = loads.choose(
             list(engines), matched if counts else {}, _KV_WEIGHT, kind=leg
         )
-        return engines[chosen], reason
-
-    def _book(
-        self,
-        placement: EnginePlacement,
-        leg: str,
-        engine: KnownEngine,
-        reason: str,
-        able: Sequence[KnownEngine],
-        matched: Counter[int],
-    ) -> None:
-        """The engine has its turn, and the leg's load."""
-        loads, number, tokens = self._engines.loads, engine.number, placement.prompt_tokens
-        held, report = matched[number], self._engines.load(number)
-        choice = LegChoice(
+        report = self._engines.load(number)
+        return engines[number], LegChoice(
             leg=leg,
-            engine=engine.name,
+            engine=engines[number].name,
             reason=reason,
             of=len(able),
-            matched_tokens=held,
+            matched_tokens=matched[number],
             load_tokens=loads.of(number),
             kv_usage=report.kv_usage if report is not None else 0.0,
         )
+
+    def _book(self, placement: EnginePlacement, engine: KnownEngine, choice: LegChoice) -> None:
+        """The engine has its turn, and the leg's load."""
+        leg, held, tokens = choice.leg, choice.matched_tokens, placement.prompt_tokens
         placement.choices.append(choice)
-        self.choices[leg, reason] += 1
+        self.choices[leg, choice.reason] += 1
+        computes = leg == "prefill" or placement.prefill is None
         # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
         # prompt.
-        computes = leg == "prefill" or placement.prefill is None
         uncached = max(0, tokens - held) if computes else 0
         new = placement.chain[held // BLOCK_TOKENS :]
-        request = OwnRequest(number, new, tokens, uncached, kind=leg)
-        loads.book(f"{leg} {placement.number}", request)
+        request = OwnRequest(engine.number, new, tokens, uncached, kind=leg)
+        self._engines.loads.book(f"{leg} {placement.number}", request)
