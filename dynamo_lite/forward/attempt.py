@@ -177,7 +177,9 @@ class RequestAttempt:
                 response.fail(self._vain)
             await response.head()
         except LegFailed as exc:
-            self.parts.engines.lost(engine, exc)
+            # A broken connection does not count: an engine may close an idle one.
+            if exc.kind == "refused":
+                self.parts.engines.failed(engine, exc)
             raise
         status = response.status
         note.head_came(taken, status)

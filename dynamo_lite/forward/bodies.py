@@ -5,7 +5,6 @@ encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from dynamo_lite.forward.protocols.base import (
     TOKENS,
     Body,
 )
-from dynamo_lite.forward.protocols.one_token import plain
+from dynamo_lite.forward.protocols.one_token import object_of, plain
 
 #: More sequences in one request than any engine runs.
 MAX_SEQUENCES = 4096
@@ -31,9 +30,9 @@ MAX_SEQUENCES = 4096
 _OURS = ("kv_transfer_params", "ec_transfer_params")
 _OURS_PREFIXES = ("bootstrap_", "disagg_prefill_")
 _MARKS = (b"_transfer_params", *(prefix.encode() for prefix in _OURS_PREFIXES), b"\\")
-#: Objects whose content becomes vLLM's `extra_args`, where it looks for the transfer parameters;
-#: and fields of the request for SGLang's `/vertex_generate`.
-_NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",), "parameters": ()}
+#: Objects whose content, or whose `extra_args`, become vLLM's `extra_args`, where it looks for the
+#: transfer parameters; and fields of the request for SGLang's `/vertex_generate`.
+_NESTED = ("vllm_xargs", "sampling_params", "parameters")
 #: The name of such an object among the fields of a form, and spellings of it that are not plain:
 #: vLLM reads forms, whose values are not looked into here.
 _FORM_FIELD = re.compile(
@@ -97,12 +96,12 @@ def read(route: str, data: bytes) -> ClientRequest:
 def _sanitize(body: Body) -> tuple[str, ...]:
     """Removes the fields that only a forwarder may set. Returns their names."""
     removed = _remove(body)
-    for key, path in _NESTED.items():
+    for key in _NESTED:
         raw = bytes(msgspec.Raw(body[key])) if key in body else b""
         # With an escape a key may be spelt in many ways.
         if any(mark in raw for mark in _MARKS):
-            value = plain(body[key])
-            if _strip(value, path):
+            value = object_of(body[key]) or {}
+            if _remove(value) + _remove(value.get("extra_args")):
                 body[key] = value
                 removed.append(key)
     return tuple(removed)
@@ -147,16 +146,10 @@ def _parse(data: bytes) -> Body | None:
         return None
 
 
-def _strip(value: Any, path: Sequence[str]) -> bool:
-    """Whether anything was removed from the object at `path`."""
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, dict):
-        return False
-    return bool(_remove(value))
-
-
-def _remove(fields: dict[str, Any]) -> list[str]:
+def _remove(fields: Any) -> list[str]:
+    """Names of what was removed."""
+    if not isinstance(fields, dict):
+        return []
     found = [key for key in fields if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in found:
         del fields[key]

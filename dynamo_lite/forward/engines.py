@@ -97,12 +97,8 @@ class KnownEngine:
 
     @property
     def can_prefill(self) -> bool:
-        return self.prefills and self.usable and self.fits
-
-    @property
-    def fits(self) -> bool:
-        """Whether a prefill leg may hand something over, as far as is known."""
-        return not self.misfit and (bool(self.peer.engine_ids) or not self.protocol.query_path)
+        known = bool(self.peer.engine_ids) or not self.protocol.query_path
+        return self.prefills and self.usable and known and not self.misfit
 
     def passed(self) -> bool:
         """A check has passed. Returns whether the engine was unhealthy before."""

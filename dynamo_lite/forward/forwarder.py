@@ -26,6 +26,7 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)
 
+
 def sort_out(
     records: Iterable[EndpointRecord], listed: Collection[str], config: ForwarderConfig
 ) -> tuple[dict[str, tuple[EngineOptions, EndpointRecord]], dict[str, str]]:
@@ -66,19 +67,13 @@ def _options(component: str, engine: StockEngine, config: ForwarderConfig) -> En
     return options
 
 
-class Discovery:
-    """Follows the engines that have joined: their records. roster: entered; it calls this for each
-    change."""
+def discover(roster: Roster, parts: ForwardParts) -> None:
+    """Follows the engines that have joined: their records. roster: entered."""
+    engines = parts.engines
+    listed = tuple(engine.name for engine in engines.all)
 
-    def __init__(self, roster: Roster, parts: ForwardParts):
-        self._roster, self._parts, self._engines = roster, parts, parts.engines
-        self._listed = tuple(engine.name for engine in parts.engines.all)
-        roster.on_change(lambda *_: self._update())
-        self._update()
-
-    def _update(self) -> None:
-        engines = self._engines
-        usable, unused = sort_out(self._roster.members, self._listed, self._parts.config)
+    def update(*_: object) -> None:
+        usable, unused = sort_out(roster.members, listed, parts.config)
         joined = {engine.name: engine for engine in engines.all if engine.lease}
         for name, engine in list(joined.items()):
             options, record = usable.get(name, (None, None))
@@ -98,6 +93,9 @@ class Discovery:
             if engines.unused.get(lease) != why:  # each reason is logged once
                 logger.error("an engine that has joined by lease %s is not used: %s", lease, why)
         engines.unused = unused
+
+    roster.on_change(update)
+    update()
 
 
 class Forwarder:
@@ -122,7 +120,7 @@ class Forwarder:
             trust(config.joined_ca_file)  # a mistake in it ends the start
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
-            Discovery(roster, parts)
+            discover(roster, parts)
         forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         await enter(self._explaining(host, forwarding))

@@ -99,14 +99,6 @@ class KnownEngines:
     def index(self, number: int) -> KvIndex:
         return self.prompts
 
-    def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
-        """A leg could not be sent: the engine gets no legs until its next check passes.
-
-        A broken connection does not count, because an engine may close an idle connection.
-        """
-        if failure.kind == "refused":
-            self._failed(engine, failure)
-
     async def _follow(self, engine: KnownEngine) -> None:
         loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
@@ -130,7 +122,7 @@ class KnownEngines:
         try:
             await check(self._upstream, engine)
         except LegFailed as exc:
-            self._failed(engine, exc)
+            self.failed(engine, exc)
             if exc.answered:
                 engine.heard_at = loop.time()
             else:
@@ -141,7 +133,8 @@ class KnownEngines:
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self._compare()
 
-    def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
+    def failed(self, engine: KnownEngine, failure: LegFailed) -> None:
+        """A check has failed, or a connection was refused."""
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
             logger.warning("%s is unhealthy", failure)
             self.prompts.leave(engine.number)

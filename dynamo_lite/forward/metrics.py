@@ -42,9 +42,6 @@ class ForwardMetrics(Collector):
     def __init__(self, stats: ForwardStats, placer: Placer, engines: KnownEngines):
         self._stats, self._placer, self._engines = stats, placer, engines
 
-    def describe(self) -> Iterable[Metric]:
-        return []
-
     def collect(self) -> Iterable[Metric]:
         for name, text, labels, values in self._counts():
             yield _filled(CounterMetricFamily(name, text, labels=labels), values)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -61,13 +61,10 @@ async def parallel(one: RequestAttempt) -> None:
     joins = protocol.first_token_from_prefill and request.stream and "tools" not in request.body
     one.depends()
     leg = protocol.decode(request.body, one.ids, None)
-    first = one.start(_first_token(one) if joins else one.prefilled(), "prefill leg")
+    first = one.start(one.prefilled(), "prefill leg")
     second = one.start(one.open(one.placement.decode, "decode", leg), "decode leg")
-    prefilled, response = await asyncio.gather(first, second)
-    if isinstance(prefilled, tuple):
-        await _joined(one, *prefilled, response, leg)
-    else:
-        await _relay(one, response, leg)
+    _, response = await asyncio.gather(first, second)
+    await (_joined if joins else _relay)(one, response, leg)
 
 
 async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:
@@ -127,7 +124,7 @@ async def _changed(
         await break_off(client, exc, whole=True)
 
 
-async def break_off(client: Client, why: object, *, whole: bool) -> None:
+async def break_off(client: Client, why: object, *, whole: bool) -> NoReturn:
     """Ends an answer that cannot be completed, so that no client takes it for complete.
 
     whole: the client got whole events only, so that it can read one more. Raises Broken.
@@ -139,26 +136,16 @@ async def break_off(client: Client, why: object, *, whole: bool) -> None:
     raise Broken(str(why))
 
 
-async def _first_token(one: RequestAttempt) -> tuple[FirstTokenMerge, bytes]:
-    """A prefill leg whose token is shown, and what the client gets of it. Raises LegFailed,
-    Final."""
-    merge = FirstTokenMerge()
-    await one.prefilled()
+async def _joined(one: RequestAttempt, response: EngineAnswer, leg: Leg) -> None:
+    """The first token comes from the prefill engine, and all others from the decode engine:
+    `first_token.py` joins them. Raises LegFailed, Broken, ClientGone."""
+    client, merge = one.job.client, FirstTokenMerge()
     try:
         shown = merge.from_prefill(one.prefill_events)
     except MalformedEvent as exc:
         raise LegFailed(one.prefill, "prefill", "malformed", str(exc)) from exc
     if not merge.begun:
         raise LegFailed(one.prefill, "prefill", "unpaired", "no token")
-    return merge, shown
-
-
-async def _joined(
-    one: RequestAttempt, merge: FirstTokenMerge, shown: bytes, response: EngineAnswer, leg: Leg
-) -> None:
-    """The first token comes from the prefill engine, and all others from the decode engine:
-    `first_token.py` joins them. Raises Broken, ClientGone."""
-    client = one.job.client
     one.begins()
     head = headers.to_client(response.headers, response.engine.name)
     head.popall("content-length", None)

@@ -29,11 +29,11 @@ LOST_S = 40.0
 class KvView(Protocol):
     """What is known of the workers, by lease id."""
 
-    def load(self, lease_id: int) -> Load | None:
+    def load(self, lease_id: int, /) -> Load | None:
         """None without a recent report."""
         ...
 
-    def index(self, lease_id: int) -> KvIndex | None:
+    def index(self, lease_id: int, /) -> KvIndex | None:
         """Where its blocks are; None for a worker that does not publish its blocks."""
         ...
 
