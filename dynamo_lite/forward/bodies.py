@@ -71,7 +71,6 @@ class ClientRequest:
     #: How many sequences (`n` times prompts).
     sequences: int = 1
     stream: bool = False
-    removed: tuple[str, ...] = ()
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -93,25 +92,24 @@ def read(route: str, data: bytes) -> ClientRequest:
     return ClientRequest(data=data)
 
 
-def _sanitize(body: Body) -> tuple[str, ...]:
-    """Removes the fields that only a forwarder may set. Returns their names."""
+def _sanitize(body: Body) -> bool:
+    """Removes the fields that only a forwarder may set. Returns whether there were any."""
     removed = _remove(body)
     for key in _NESTED:
         raw = bytes(msgspec.Raw(body[key])) if key in body else b""
         # With an escape a key may be spelt in many ways.
         if any(mark in raw for mark in _MARKS):
             value = object_of(body[key]) or {}
-            if _remove(value) + _remove(value.get("extra_args")):
+            if _remove(value) | _remove(value.get("extra_args")):
                 body[key] = value
-                removed.append(key)
-    return tuple(removed)
+                removed = True
+    return removed
 
 
 def _read(route: str, body: Body, data: bytes) -> ClientRequest:
-    removed = _sanitize(body)
-    clean = msgspec.json.encode(body) if removed else data
+    clean = msgspec.json.encode(body) if _sanitize(body) else data
     if not route:
-        return ClientRequest(data=clean, removed=removed)
+        return ClientRequest(data=clean)
     sequences, batch = _sequences(route, body)
     if sequences > MAX_SEQUENCES:
         text = f"{sequences} sequences in one request; at most {MAX_SEQUENCES}"
@@ -124,7 +122,6 @@ def _read(route: str, body: Body, data: bytes) -> ClientRequest:
         batch=batch,
         sequences=sequences,
         stream=_set(body.get("stream")),
-        removed=removed,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
     )
 
@@ -146,14 +143,14 @@ def _parse(data: bytes) -> Body | None:
         return None
 
 
-def _remove(fields: Any) -> list[str]:
-    """Names of what was removed."""
+def _remove(fields: Any) -> bool:
+    """Whether anything was removed."""
     if not isinstance(fields, dict):
-        return []
+        return False
     found = [key for key in fields if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in found:
         del fields[key]
-    return found
+    return bool(found)
 
 
 def _alone(route: str, body: Body) -> str:

@@ -21,12 +21,8 @@ class ForwardStats:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     #: Errors that the client got, by status, but for 4xx of engines, which are passed on.
     refused: Counter[int] = field(default_factory=Counter[int])
-    #: Answers that broke off after their first byte.
-    broken: int = 0
-    #: Clients that disconnected before the end of their answer.
-    gone: int = 0
-    #: Fields that clients must not set, and that were removed.
-    removed_fields: int = 0
+    #: Requests by how they ended, as in `ForwardDecision.outcome`.
+    ended: Counter[str] = field(default_factory=Counter[str])
     in_flight: int = 0
 
 
@@ -53,8 +49,7 @@ class ForwardMetrics(Collector):
         begun = "Answers that were begun: with a prefill leg, without one (and why), passed on"
         refused = {(str(status),): count for status, count in stats.refused.items()}
         failed = "Requests that got an error because no engine answered them"
-        gone = "Clients that disconnected before the end of their answer"
-        removed = "Fields of clients' bodies that only a forwarder may set"
+        how, ended = "How requests ended", {(way,): n for way, n in stats.ended.items()}
         chosen, choices = "Engines that were chosen, by leg and reason", self._placer.choices
         legs = "Legs that failed before the client had a byte"
         return (
@@ -62,9 +57,7 @@ class ForwardMetrics(Collector):
             ("dynamo_lite_forward_leg_failures", legs, ("leg", "kind"), stats.failures),
             ("dynamo_lite_forward_choices", chosen, ("leg", "reason"), choices),
             ("dynamo_lite_forward_refused", failed, ("status",), refused),
-            ("dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}),
-            ("dynamo_lite_forward_clients_gone", gone, (), {(): stats.gone}),
-            ("dynamo_lite_forward_removed_fields", removed, (), {(): stats.removed_fields}),
+            ("dynamo_lite_forward_requests_ended", how, ("outcome",), ended),
         )
 
     def _states(self) -> Sequence[_Row]:

@@ -61,10 +61,15 @@ async def parallel(one: RequestAttempt) -> None:
     joins = protocol.first_token_from_prefill and request.stream and "tools" not in request.body
     one.depends()
     leg = protocol.decode(request.body, one.ids, None)
-    first = one.start(one.prefilled(), "prefill leg")
+    merge = FirstTokenMerge() if joins else None
+    prefilled = one.prefilled() if merge is None else _first_token(one, merge)
+    first = one.start(prefilled, "prefill leg")
     second = one.start(one.open(one.placement.decode, "decode", leg), "decode leg")
     _, response = await asyncio.gather(first, second)
-    await (_joined if joins else _relay)(one, response, leg)
+    if merge is None:
+        await _relay(one, response, leg)
+    else:
+        await _joined(one, merge, response, leg)
 
 
 async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:
@@ -136,21 +141,28 @@ async def break_off(client: Client, why: object, *, whole: bool) -> NoReturn:
     raise Broken(str(why))
 
 
-async def _joined(one: RequestAttempt, response: EngineAnswer, leg: Leg) -> None:
-    """The first token comes from the prefill engine, and all others from the decode engine:
-    `first_token.py` joins them. Raises LegFailed, Broken, ClientGone."""
-    client, merge = one.job.client, FirstTokenMerge()
+async def _first_token(one: RequestAttempt, merge: FirstTokenMerge) -> None:
+    """A prefill leg whose token is shown. Raises LegFailed, Final."""
+    await one.prefilled()
     try:
-        shown = merge.from_prefill(one.prefill_events)
+        one.prefill_events = merge.from_prefill(one.prefill_events)
     except MalformedEvent as exc:
         raise LegFailed(one.prefill, "prefill", "malformed", str(exc)) from exc
     if not merge.begun:
         raise LegFailed(one.prefill, "prefill", "unpaired", "no token")
+
+
+async def _joined(
+    one: RequestAttempt, merge: FirstTokenMerge, response: EngineAnswer, leg: Leg
+) -> None:
+    """The first token comes from the prefill engine, and all others from the decode engine:
+    `first_token.py` joins them. Raises Broken, ClientGone."""
+    client = one.job.client
     one.begins()
     head = headers.to_client(response.headers, response.engine.name)
     head.popall("content-length", None)
     await client.start(response.status, head)
-    await client.write(shown)
+    await client.write(one.prefill_events)
     reader = EventReader(response)
     try:
         events = await reader.until_output()

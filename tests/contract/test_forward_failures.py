@@ -113,7 +113,7 @@ async def broken_off(r: Rig, *, until: bytes = b"", then: asyncio.Event | None =
                 shown += part
                 if then is not None and until in shown:
                     then.set()
-    assert r.forwarding.stats.broken == 1
+    assert r.forwarding.stats.ended["broken"] == 1
     return shown
 
 
@@ -473,7 +473,7 @@ async def test_what_fails_after_the_first_token_breaks_the_answer_off():
         r.decode[0].keep_alive = b": keep-alive"
         with pytest.raises(aiohttp.ClientPayloadError):
             await ends_after_its_answer(r, stream=True)
-        assert r.forwarding.stats.broken == 1
+        assert r.forwarding.stats.ended["broken"] == 1
 
 
 async def test_a_first_token_that_is_the_last_is_shown_once():
@@ -799,7 +799,7 @@ async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str,
             asked.cancel()
             for leg in (*r.prefill[0].legs, *r.decode[0].legs):
                 await aborted(leg)
-        assert r.forwarding.stats.gone == 1
+        assert r.forwarding.stats.ended["client gone"] == 1
 
 
 @pytest.mark.parametrize("name", TWO_LEGS)
@@ -824,4 +824,4 @@ async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engin
         async with r.session.post(f"{r.url}{COMPLETIONS}", json=STREAMED) as answer:
             assert await answer.content.readany()
         await aborted(r.decode[0].legs[0])
-        assert r.forwarding.stats.gone == 1
+        assert r.forwarding.stats.ended["client gone"] == 1

@@ -119,7 +119,6 @@ async def test_clients_cannot_hand_over_by_themselves(route: str):
         forged = {"kv_transfer_params": params, "bootstrap_host": "10.0.0.9"}
         await r.ask({**COMPLETION, **forged}, route=route)
         assert "10.0.0.9" not in str([leg.body for leg in r.fleet.legs])
-        assert r.forwarding.stats.removed_fields == 2
         r.fleet.legs.clear()
         odd = b'{"prompt": "p", "temperature": NaN, "kv_transfer_params": {"a": 1}}'
         status, answer = await r.ask(data=odd, route=route)
