@@ -5,9 +5,8 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import math
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -28,9 +27,6 @@ from dynamo_lite.forward.protocols.one_token import object_of, prefill_answer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
-from dynamo_lite.runtime.tasks import end_tasks
-
-T = TypeVar("T")
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
@@ -85,8 +81,7 @@ class ForwardJob:
 
 
 class RequestAttempt:
-    """Async context manager: at its end all legs are closed and all tasks have ended. ids: None
-    without a prefill leg."""
+    """Context manager: at its end all legs are closed. ids: None without a prefill leg."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class RequestAttempt:
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
-        self._tasks: list[asyncio.Task[Any]] = []
         #: Why the decode engine would wait for the prefill engine's KV in vain.
         self._vain: LegFailed | None = None
 
@@ -117,36 +111,20 @@ class RequestAttempt:
         assert self._ids is not None
         return self._ids
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, _: object, why: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, why: BaseException | None, __: object) -> None:
         failed = why if isinstance(why, LegFailed) else None
-        self._close()
-        for leg in ("prefill", "decode"):
-            self.parts.placer.released(self.placement, leg)
-        try:
-            # A cancel is raised when they have ended.
-            await end_tasks(*self._tasks)
-        finally:
-            self._close()
-            for task in self._tasks:
-                if task.done() and not task.cancelled():
-                    task.exception()  # else asyncio would report a second failure as unread
-            for kind, taken in self._taken.items():
-                how = failed.kind if failed is not None and failed.leg == kind else ""
-                self.job.note.leg_ends(taken, how)
-
-    def _close(self) -> None:
         if self.placement.prefill is not None:
             self.placement.prefill.on_end.discard(self._prefill_ended)
         for response in self._responses.values():
             response.close()
-
-    def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.create_task(coro, name=name)
-        self._tasks.append(task)
-        return task
+        for leg in ("prefill", "decode"):
+            self.parts.placer.released(self.placement, leg)
+        for kind, taken in self._taken.items():
+            how = failed.kind if failed is not None and failed.leg == kind else ""
+            self.job.note.leg_ends(taken, how)
 
     def begins(self) -> None:
         """The client gets its first byte: all engines hold the prompt."""

@@ -149,10 +149,13 @@ class KnownEngines:
         silent = now - engine.heard_at >= engines.SILENCE_S
         if not silent or not engine.on_end or engine.failures < FAILURES:
             return
-        if await _answers(self._upstream, engine):
-            engine.heard_at = loop.time()
-        if engine.heard_at <= now:
-            engine.ended("it has fallen silent")
+        try:
+            # Nothing is computed for a list of models, while `/health` may wait for a computation
+            # (SGLang's runs a request). Whatever it says, its server answers.
+            await self._upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
+        except LegFailed as exc:
+            if not exc.answered and engine.heard_at <= now:
+                engine.ended("it has fallen silent")
 
     def _compare(self) -> None:
         """An engine of another model than the first one that decodes is not used. That model is
@@ -231,13 +234,3 @@ def _model_names(page: bytes) -> tuple[str, ...]:
         return tuple(model.id for model in msgspec.json.decode(page, type=_Models).data)
     except msgspec.DecodeError:
         return ()
-
-
-async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
-    """Whether its server answers at all, whatever it says. Nothing is computed for a list of
-    models, while `/health` may wait for a computation (SGLang's runs a request)."""
-    try:
-        await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-    except LegFailed as exc:
-        return exc.answered
-    return True

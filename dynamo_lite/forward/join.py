@@ -23,7 +23,6 @@ from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.forwarding import ProtocolName
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import StockEngine
-from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
@@ -44,7 +43,8 @@ logger = logging.getLogger(__name__)
 #: ended.
 _DRAIN_INTERVAL_S = 0.25
 _IDLE_READINGS = 5
-_BACKOFF = Backoff(longest_s=5.0)
+#: Pause before the next try to get a lease again.
+_RESTART_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,19 +199,15 @@ def run(
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
     """If the lease expired while etcd was out of reach, a new lease is granted: no other
     process would register the engine again."""
-    loop = asyncio.get_running_loop()
-    expired, failures = False, 0
+    expired = False
     while True:
-        began = loop.time()
         code = await run_process(spec, JoinedEngine(options, spec), report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code
-        restart = _BACKOFF.after_exit(failures, loop.time() - began)
-        failures = restart.failures
         stop = StopRequest()
         with stop_on_signals(stop):
-            await first_of(stop.wait(), timeout_s=restart.delay_s)
+            await first_of(stop.wait(), timeout_s=_RESTART_S)
         if stop.is_set:
             return EXIT_STOPPED
 

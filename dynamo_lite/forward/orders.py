@@ -63,13 +63,18 @@ async def parallel(one: RequestAttempt) -> None:
     leg = protocol.decode(request.body, one.ids, None)
     merge = FirstTokenMerge() if joins else None
     prefilled = one.prefilled() if merge is None else _first_token(one, merge)
-    first = one.start(prefilled, "prefill leg")
-    second = one.start(one.open(one.placement.decode, "decode", leg), "decode leg")
-    _, response = await asyncio.gather(first, second)
+    try:
+        async with asyncio.TaskGroup() as legs:
+            legs.create_task(prefilled, name="prefill leg")
+            opened = one.open(one.placement.decode, "decode", leg)
+            decoding = legs.create_task(opened, name="decode leg")
+    except BaseExceptionGroup as failed:
+        # The other leg was cancelled: the first failure counts.
+        raise failed.exceptions[0] from failed
     if merge is None:
-        await _relay(one, response, leg)
+        await _relay(one, decoding.result(), leg)
     else:
-        await _joined(one, merge, response, leg)
+        await _joined(one, merge, decoding.result(), leg)
 
 
 async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:

@@ -110,7 +110,7 @@ class Forwarding:
             noted.order = self._protocol.order_for(ids.prefill)
             order = orders.ORDERS[noted.order]
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
-        async with RequestAttempt(self._parts, job, placement, ids) as attempt:
+        with RequestAttempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:

@@ -15,7 +15,6 @@ from multidict import CIMultiDict
 from dynamo_lite.forward.attempt import ForwardJob, RequestAttempt
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Client, Incoming
-from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.failures import Broken
 from dynamo_lite.forward.http import ForwardServer
@@ -494,19 +493,13 @@ def one_attempt(r: Rig) -> tuple[RequestAttempt, ForwardAttempt]:
     return RequestAttempt(r.parts, job, r.placer.place(request, job.tried), None), noted
 
 
-def decode_leg(one: RequestAttempt) -> "asyncio.Task[EngineAnswer]":
-    opening = one.open(one.placement.decode, "decode")
-    return one.start(opening, "decode leg")
-
-
-async def test_an_attempt_that_is_cancelled_again_while_it_ends_notes_the_end_of_each_leg():
+async def test_an_attempt_that_is_cancelled_notes_the_end_of_each_leg():
     async with rig("neuron-dynamic") as r, slow(r.decode[0]):
         one, noted = one_attempt(r)
 
         async def forwards() -> None:
-            async with one:
-                decode_leg(one)
-                await asyncio.Event().wait()
+            with one:
+                await one.open(one.placement.decode, "decode")
 
         forwarding = asyncio.create_task(forwards())
         await until(1, r.decode[0])
