@@ -19,7 +19,7 @@ from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
 from tests.ports import reserved_port
-from tests.scripted import HANDOVERS, ScriptedEngine, anything
+from tests.scripted import ScriptedEngine, anything
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -226,43 +226,6 @@ async def test_an_engine_is_forgotten_when_it_is_not_named_any_more(
             assert await b.text(b.header()) == TEXT
             assert b.legs() == [times]
             await eventually(is_forgotten)
-
-
-@pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
-async def test_an_engine_of_the_other_transfer_mode_gets_no_more_legs(name: str, engines: str):
-    """Each leg would reserve blocks of it that no decode engine takes."""
-    async with beside(name, prefill=2, metrics_port=reserved_port()) as b:
-        for engine in (*b.prefill, *b.decode):
-            engine.handover = HANDOVERS[engines]
-        for _ in range(3):
-            assert await b.text(b.header()) == TEXT
-        assert b.legs() == [1, 0]
-        assert all(leg.params is None for leg in b.decode[0].legs)
-        health, metrics = await b.own("/health"), await b.own("/metrics")
-        assert engines in json.loads(health)["engines"][b.prefill[0].address]["trouble"]
-        assert 'forward_answers_total{how="alone",reason="no_prefill_worker"} 2.0' in metrics
-        # Another one that is named takes its place.
-        for engine in (*b.prefill, *b.decode):
-            engine.handover = HANDOVERS[name]
-        assert await b.text(b.header(0, 1)) == TEXT
-        assert b.legs() == [1, 1]
-
-        async def trouble() -> str:
-            return json.loads(await b.own("/health"))["engines"][b.prefill[0].address]["trouble"]
-
-        async def refuses() -> bool:
-            return "refused" in await trouble()
-
-        async def is_used() -> bool:
-            return not await trouble()
-
-        # It is started again, with the other connector.
-        await b.prefill[0].stop()
-        await eventually(refuses)
-        await b.prefill[0].start()
-        await eventually(is_used)
-        assert await b.text(b.header()) == TEXT
-        assert b.legs() == [2, 1]
 
 
 async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():
