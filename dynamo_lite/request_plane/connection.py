@@ -327,13 +327,10 @@ class Connection(FrameConnection):
         if self._retired and not self._wanted:
             self.close("the worker left")
 
-    def _watch_silence(self) -> None:
-        self._silence = asyncio.get_running_loop().call_later(
-            RETIRED_SILENCE_S, self._check_silence, self._frames_received
-        )
-
-    def _check_silence(self, frames_before: int) -> None:
+    def _watch_silence(self, frames_before: int = -1) -> None:
         if self._frames_received == frames_before:
             self.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
-        else:
-            self._watch_silence()
+            return
+        self._silence = asyncio.get_running_loop().call_later(
+            RETIRED_SILENCE_S, self._watch_silence, self._frames_received
+        )
