@@ -127,8 +127,9 @@ async def test_what_cannot_be_used_is_named_with_a_reason(c: Cluster):
             and "other" in h["engines"].get(f"127.0.0.1:{other_model.port}", {}).get("trouble", "")
         ),
     )
-    assert f"127.0.0.1:{decode.port} (decode): it is already known by lease" in (
-        health["unused_engines"][again.lease]
+    assert (
+        f"127.0.0.1:{decode.port} (decode): it is already known by lease"
+        in (health["unused_engines"][again.lease])
     )
     assert health["decode_engines"] == 1
     assert "dynamo_lite_forward_unused_engines 2.0" in await c.metrics(forwarder)
