@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.forward.client import ParamsBlanker
 from dynamo_lite.forward.events import (
     LIMIT_BYTES,
     EventReader,
@@ -17,7 +18,6 @@ from dynamo_lite.forward.events import (
     split,
 )
 from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.rewriting import ParamsBlanker
 
 STREAM = b"data: a\n\ndata: b\nid: 1\n\ndata: \n c\n\n: d\n\nrest"
 CRLF = STREAM.replace(b"\n", b"\r\n")
