@@ -5,9 +5,8 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import math
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -24,13 +23,10 @@ from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
 from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, PrefillAnswer
-from dynamo_lite.forward.protocols.one_token import prefill_answer
+from dynamo_lite.forward.protocols.one_token import object_of, prefill_answer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import LegTaken
-from dynamo_lite.runtime.tasks import end_tasks
-
-T = TypeVar("T")
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
@@ -85,8 +81,7 @@ class ForwardJob:
 
 
 class RequestAttempt:
-    """Async context manager: at its end all legs are closed and all tasks have ended. ids: None
-    without a prefill leg."""
+    """Context manager: at its end all legs are closed. ids: None without a prefill leg."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class RequestAttempt:
         self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
-        self._tasks: list[asyncio.Task[Any]] = []
         #: Why the decode engine would wait for the prefill engine's KV in vain.
         self._vain: LegFailed | None = None
 
@@ -117,43 +111,30 @@ class RequestAttempt:
         assert self._ids is not None
         return self._ids
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, _: object, why: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, why: BaseException | None, __: object) -> None:
         failed = why if isinstance(why, LegFailed) else None
-        self._close()
-        try:
-            # A cancel is raised when they have ended.
-            await end_tasks(*self._tasks)
-        finally:
-            self._close()
-            for task in self._tasks:
-                if task.done() and not task.cancelled():
-                    task.exception()  # else asyncio would report a second failure as unread
-            for kind, taken in self._taken.items():
-                how = failed.kind if failed is not None and failed.leg == kind else ""
-                self.job.note.leg_ends(taken, how)
-
-    def _close(self) -> None:
         if self.placement.prefill is not None:
             self.placement.prefill.on_end.discard(self._prefill_ended)
         for response in self._responses.values():
             response.close()
+        for leg in ("prefill", "decode"):
+            self.parts.placer.released(self.placement, leg)
+        for kind, taken in self._taken.items():
+            how = failed.kind if failed is not None and failed.leg == kind else ""
+            self.job.note.leg_ends(taken, how)
 
-    def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.create_task(coro, name=name)
-        self._tasks.append(task)
-        return task
-
-    def begins(self, how: str, reason: str = "") -> None:
-        """The client gets its first byte."""
+    def begins(self) -> None:
+        """The client gets its first byte: all engines hold the prompt."""
+        how, reason = "disaggregated", self.placement.alone
+        if reason:
+            how, reason = ("alone", reason) if self.job.request.route else ("passed", "")
         self.parts.stats.answered[how, reason] += 1
         self.job.note.message.how, self.job.note.message.reason = how, reason
-
-    def sent(self, engine: KnownEngine) -> None:
-        """The engine has computed, or received, the prompt."""
-        self.parts.placer.sent(engine, self.placement)
+        for leg in ("prefill", "decode"):
+            self.parts.placer.computed(self.placement, leg)
 
     async def open(
         self, engine: KnownEngine, kind: LegKind, leg: Leg | None = None
@@ -174,7 +155,9 @@ class RequestAttempt:
                 response.fail(self._vain)
             await response.head()
         except LegFailed as exc:
-            self.parts.engines.lost(engine, exc)
+            # A broken connection does not count: an engine may close an idle one.
+            if exc.kind == "refused":
+                self.parts.engines.failed(engine, exc)
             raise
         status = response.status
         note.head_came(taken, status)
@@ -213,7 +196,13 @@ class RequestAttempt:
             raise LegFailed(engine, "prefill", "timeout", detail) from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
-        if misfit := protocol.mismatch(answer):
+        mode = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
+        if protocol.transfer_mode and mode not in (None, protocol.transfer_mode):
+            misfit = (
+                f"it hands over with transfer_mode {str(mode)[:20]!r}, not"
+                f" {protocol.transfer_mode!r}: choose the protocol here, nixl or nixl-push, by the"
+                " engines' connector, NixlConnector or NixlPushConnector"
+            )
             engine.unfit(misfit)
             raise LegFailed(engine, "prefill", "mismatch", misfit)
         if protocol.learn is not None:
@@ -222,6 +211,8 @@ class RequestAttempt:
             if expected is not None and learned != expected:
                 text = "another process or data-parallel rank has answered, or handed nothing over"
                 raise LegFailed(engine, "prefill", "unpaired", text)
+        self.parts.placer.computed(self.placement, "prefill")
+        self.parts.placer.released(self.placement, "prefill")
         return answer
 
     def depends(self) -> None:

@@ -5,7 +5,6 @@ encoded again, and reach the engines byte by byte as the client wrote them.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from dynamo_lite.forward.protocols.base import (
     TOKENS,
     Body,
 )
-from dynamo_lite.forward.protocols.one_token import plain
+from dynamo_lite.forward.protocols.one_token import object_of, plain
 
 #: More sequences in one request than any engine runs.
 MAX_SEQUENCES = 4096
@@ -31,9 +30,9 @@ MAX_SEQUENCES = 4096
 _OURS = ("kv_transfer_params", "ec_transfer_params")
 _OURS_PREFIXES = ("bootstrap_", "disagg_prefill_")
 _MARKS = (b"_transfer_params", *(prefix.encode() for prefix in _OURS_PREFIXES), b"\\")
-#: Objects whose content becomes vLLM's `extra_args`, where it looks for the transfer parameters;
-#: and fields of the request for SGLang's `/vertex_generate`.
-_NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",), "parameters": ()}
+#: Objects whose content, or whose `extra_args`, become vLLM's `extra_args`, where it looks for the
+#: transfer parameters; and fields of the request for SGLang's `/vertex_generate`.
+_NESTED = ("vllm_xargs", "sampling_params", "parameters")
 #: The name of such an object among the fields of a form, and spellings of it that are not plain:
 #: vLLM reads forms, whose values are not looked into here.
 _FORM_FIELD = re.compile(
@@ -72,7 +71,6 @@ class ClientRequest:
     #: How many sequences (`n` times prompts).
     sequences: int = 1
     stream: bool = False
-    removed: tuple[str, ...] = ()
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -94,25 +92,24 @@ def read(route: str, data: bytes) -> ClientRequest:
     return ClientRequest(data=data)
 
 
-def _sanitize(body: Body) -> tuple[str, ...]:
-    """Removes the fields that only a forwarder may set. Returns their names."""
+def _sanitize(body: Body) -> bool:
+    """Removes the fields that only a forwarder may set. Returns whether there were any."""
     removed = _remove(body)
-    for key, path in _NESTED.items():
+    for key in _NESTED:
         raw = bytes(msgspec.Raw(body[key])) if key in body else b""
         # With an escape a key may be spelt in many ways.
         if any(mark in raw for mark in _MARKS):
-            value = plain(body[key])
-            if _strip(value, path):
+            value = object_of(body[key]) or {}
+            if _remove(value) | _remove(value.get("extra_args")):
                 body[key] = value
-                removed.append(key)
-    return tuple(removed)
+                removed = True
+    return removed
 
 
 def _read(route: str, body: Body, data: bytes) -> ClientRequest:
-    removed = _sanitize(body)
-    clean = msgspec.json.encode(body) if removed else data
+    clean = msgspec.json.encode(body) if _sanitize(body) else data
     if not route:
-        return ClientRequest(data=clean, removed=removed)
+        return ClientRequest(data=clean)
     sequences, batch = _sequences(route, body)
     if sequences > MAX_SEQUENCES:
         text = f"{sequences} sequences in one request; at most {MAX_SEQUENCES}"
@@ -125,7 +122,6 @@ def _read(route: str, body: Body, data: bytes) -> ClientRequest:
         batch=batch,
         sequences=sequences,
         stream=_set(body.get("stream")),
-        removed=removed,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
     )
 
@@ -147,20 +143,14 @@ def _parse(data: bytes) -> Body | None:
         return None
 
 
-def _strip(value: Any, path: Sequence[str]) -> bool:
-    """Whether anything was removed from the object at `path`."""
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, dict):
+def _remove(fields: Any) -> bool:
+    """Whether anything was removed."""
+    if not isinstance(fields, dict):
         return False
-    return bool(_remove(value))
-
-
-def _remove(fields: dict[str, Any]) -> list[str]:
     found = [key for key in fields if key in _OURS or key.startswith(_OURS_PREFIXES)]
     for key in found:
         del fields[key]
-    return found
+    return bool(found)
 
 
 def _alone(route: str, body: Body) -> str:

@@ -6,7 +6,7 @@ little here.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 import httptools
@@ -64,7 +64,7 @@ class EngineAnswer:
         self._size = 0
         self._ended = False
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._happened = asyncio.Event()
         self._push: Push | None = None
         self._full = False
         self._idle_s = idle_s
@@ -127,7 +127,7 @@ class EngineAnswer:
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
-        self._wake()
+        self._happened.set()
 
     def feed(self, data: bytes) -> None:
         if self._push is None:
@@ -135,7 +135,7 @@ class EngineAnswer:
             self._size += len(data)
             if self._size > _BUFFER_BYTES:
                 self._hold()
-            self._wake()
+            self._happened.set()
             return
         try:
             room = self._push(data)
@@ -146,7 +146,7 @@ class EngineAnswer:
             if not room:
                 self._full = True
                 self._hold()
-                self._wake()
+                self._happened.set()
 
     def end(self) -> None:
         self._ended = True
@@ -165,7 +165,7 @@ class EngineAnswer:
     def _settled(self) -> None:
         self._timer.cancel()
         self.engine.on_end.discard(self._engine_ended)
-        self._wake()
+        self._happened.set()
 
     def _engine_ended(self, why: str, refuses: bool) -> None:
         """An engine that ends may leave requests hanging. A part that the client has cannot be
@@ -197,16 +197,9 @@ class EngineAnswer:
             raise self._error
         if self._ended:
             return False
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._happened.clear()
+        await self._happened.wait()
         return True
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def _look_idle(self) -> None:
         """One timer for the whole answer, and not one for each piece of it."""
@@ -237,7 +230,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.answer: EngineAnswer | None = None
         self._head_bytes = 0
         self._informational = False
-        self._unasked = False
         #: When its last answer ended, in the loop's time.
         self._ended_at = 0.0
 
@@ -249,21 +241,10 @@ class UpstreamConnection(asyncio.Protocol):
         open_ = not transport.is_closing() and transport.get_write_buffer_size() == 0
         return open_ and self._loop.time() - self._ended_at < _KEEP_ALIVE_S
 
-    def ask(
-        self,
-        engine: KnownEngine,
-        leg: LegKind,
-        head: bytes,
-        body: bytes | None,
-        idle_s: float,
-        *,
-        bodyless: bool,
-    ) -> EngineAnswer:
-        answer = EngineAnswer(self, engine, leg, idle_s, bodyless=bodyless)
+    def ask(self, answer: EngineAnswer, request: Sequence[bytes]) -> None:
         self.answer = answer
         self._head_bytes = 0
-        self._transport.writelines((head, body) if body else (head,))
-        return answer
+        self._transport.writelines(request)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -289,7 +270,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         answer = self.answer
         if answer is None:
-            return self.abort()  # nothing was asked
+            return self.abort()
         answer.engine.heard_at = answer.touched = self._loop.time()
         try:
             self._parser.feed_data(data)
@@ -299,8 +280,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 answer.lost(f"a head of more than {_MAX_HEAD_BYTES} bytes")
-        if self._unasked:
-            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self.answer = self.answer, None
@@ -311,7 +290,8 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        self._unasked = self.answer is None
+        if self.answer is None:
+            self.abort()  # nothing was asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
         answer = self.answer

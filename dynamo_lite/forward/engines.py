@@ -1,20 +1,18 @@
-"""What is known of one stock engine: its state, its load, and whether it may take a leg."""
+"""What is known of one stock engine: its state, and whether it may take a leg."""
 
 import asyncio
 import logging
 import math
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
-from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.routing.worker_loads import REQUEST_LOAD_TOKENS
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tls import TlsFiles
 
@@ -27,15 +25,6 @@ FAILURES = 2
 SILENCE_S = 10.0
 #: Gets why the engine has ended, and whether it refuses connections.
 OnEnd = Callable[[str, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StockEngineLoad:
-    """An engine's report of its load. waiting: requests that do not run yet."""
-
-    requests: int
-    kv_usage: float
-    waiting: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,35 +55,26 @@ class KnownEngine:
     named_until: float = math.inf
     #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
-    #: Legs of this process that have not ended.
-    legs: int = 0
-    #: Estimated tokens of the legs without a first byte.
-    waiting_tokens: int = 0
-    #: Requests at the engine that are not of this process.
-    other_requests: int = 0
-    kv_usage: float = 0.0
-    #: Number of its last turn, among all turns of all engines, by leg.
-    turns: dict[str, int] = field(default_factory=dict[str, int])
-    identity: Mapping[str, Any] | None = None
     #: Why it gets no prefill legs: its answer was not of this protocol. It stays so until a check
     #: fails, as when the engine is started with other options.
     misfit: str = ""
     #: Whether its answers come from several data-parallel ranks, each with an identity.
     varies: bool = False
-    engine_ids: dict[int, str] = field(default_factory=dict[int, str])
+    #: What protocols know of it.
+    peer: Peer = field(init=False)
     #: HOST:PORT.
     name: str = field(init=False)
     address: tuple[str, int] = field(init=False)
     #: How its certificate is checked; None: it speaks plain HTTP.
     tls: ssl.SSLContext | None = field(init=False)
-    #: Where its side of the handover listens.
-    transfer_address: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.address = self.options.address
         self.name = host_port(*self.address)
-        self.tls = engine_trust(self.options)
-        self.transfer_address = self.options.transfer_address(self.protocol.name)
+        self.tls = trust(self.options.ca_file) if self.options.secure else None
+        host, port = self.options.transfer_address(self.protocol.name)
+        notify_port = self.options.notify_port or 0
+        self.peer = Peer(address=self.name, host=host, port=port, notify_port=notify_port)
 
     @property
     def prefills(self) -> bool:
@@ -112,35 +92,13 @@ class KnownEngine:
         )
 
     @property
-    def load_tokens(self) -> int:
-        """Estimated tokens that it computes before a new prompt."""
-        requests = self.legs + self.other_requests
-        return self.waiting_tokens + requests * REQUEST_LOAD_TOKENS
-
-    @property
     def usable(self) -> bool:
         return self.healthy and not self.trouble and not self.left
 
     @property
     def can_prefill(self) -> bool:
-        return self.prefills and self.usable and self.fits
-
-    @property
-    def fits(self) -> bool:
-        """Whether a prefill leg may hand something over, as far as is known."""
-        return not self.misfit and (bool(self.engine_ids) or not self.protocol.query_path)
-
-    @property
-    def peer(self) -> Peer:
-        host, port = self.transfer_address
-        return Peer(
-            address=self.name,
-            host=host,
-            port=port,
-            notify_port=self.options.notify_port or 0,
-            identity=None if self.varies else self.identity,
-            engine_ids=self.engine_ids,
-        )
+        known = bool(self.peer.engine_ids) or not self.protocol.query_path
+        return self.prefills and self.usable and known and not self.misfit
 
     def passed(self) -> bool:
         """A check has passed. Returns whether the engine was unhealthy before."""
@@ -167,8 +125,7 @@ class KnownEngine:
 
     def forget(self) -> None:
         """Forgets everything that may differ for another process at this address."""
-        self.identity, self.varies = None, False
-        self.other_requests, self.kv_usage = 0, 0.0
+        self.peer, self.varies = replace(self.peer, identity=None), False
         self.misfit = ""
 
     def unfit(self, why: str) -> None:
@@ -181,73 +138,29 @@ class KnownEngine:
         """Notes the identity in an answer; None: the answer has none. One process has one, so
         another one at an engine that was not seen to end belongs to another data-parallel rank:
         then it is not known which rank takes the next leg."""
-        if self.identity is not None and identity is not None and identity != self.identity:
-            self.varies = True
-        self.identity = identity
+        known = self.peer.identity
+        self.varies = self.varies or (None not in (known, identity) and identity != known)
+        self.peer = replace(self.peer, identity=None if self.varies else identity)
 
     def ended(self, why: str, *, refuses: bool = False) -> None:
         for react in tuple(self.on_end):
             react(why, refuses)
 
     def has_ids(self, ids: dict[int, str]) -> None:
-        """ids: the `engine_ids` now. Ranks that are not known tell nothing: it may be starting."""
-        before, self.engine_ids = self.engine_ids, ids
+        """Ranks that are not known tell nothing: it may be starting."""
+        before, self.peer = self.peer.engine_ids, replace(self.peer, engine_ids=ids)
         if any(before.get(rank, one) != one for rank, one in ids.items()):
             self.ended("another process is at its address")
 
-    def reported(self, load: StockEngineLoad) -> None:
-        self.other_requests = max(0, load.requests - self.legs)
-        self.kv_usage = load.kv_usage
-
-    @contextmanager
-    def leg(self, tokens: int) -> Iterator[Callable[[], None]]:
-        """Counts a leg while the context lasts. Call what it gives when the leg's first byte has
-        come: then the prompt is computed."""
-        waiting = tokens
-
-        def answered() -> None:
-            nonlocal waiting
-            self.waiting_tokens -= waiting
-            waiting = 0
-
-        self.legs += 1
-        self.waiting_tokens += tokens
-        try:
-            yield answered
-        finally:
-            answered()
-            self.legs -= 1
-
-
-def engine_trust(options: EngineOptions) -> ssl.SSLContext | None:
-    """How its certificate is checked; None: it speaks plain HTTP. Raises ConfigError."""
-    return check_trust(options.ca_file, f"{options.url}: ca-file") if options.secure else None
-
-
-def check_trust(ca_file: str | None, option: str) -> ssl.SSLContext:
-    """option: where the file of authorities is named.
-
-    Raises ConfigError when the file cannot be read or is invalid.
-    """
-    try:
-        return _tls(ca_file)
-    except ConfigError as exc:
-        raise ConfigError([one.replace("ca=", f"{option}=", 1) for one in exc.mistakes]) from exc
-
 
 @lru_cache(maxsize=64)
-def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Files are read once per process: loading the system's authorities takes a while."""
+def trust(ca_file: str | None) -> ssl.SSLContext:
+    """How certificates are checked: by this file of authorities, or those of the system.
+
+    Read once per process: loading the system's takes a while. Raises ConfigError when the file
+    cannot be read or is invalid.
+    """
     return TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """Why a joined engine is not used. reason: a word for metrics."""
-
-    role: str
-    reason: str
-    trouble: str
 
 
 #: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label
@@ -263,7 +176,7 @@ _USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 _LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
 
 
-def parse_load(page: str) -> StockEngineLoad | None:
+def parse_load(page: str) -> Load | None:
     """Reads an engine's Prometheus page; None without any of the metrics. Values that are negative
     or not finite are skipped.
 
@@ -289,4 +202,4 @@ def parse_load(page: str) -> StockEngineLoad | None:
             waiting += value
         else:
             usage = max(usage, value)
-    return StockEngineLoad(int(running + waiting), usage, int(waiting)) if found else None
+    return Load(int(running), int(waiting), usage) if found else None

@@ -14,7 +14,7 @@ from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.failures import Final, LegFailed, check_size, refused
 
-#: What is held back at most of the beginning of a stream. An event may contain the prompt's tokens.
+#: More of the beginning of a stream is not held back. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
 
 _LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
@@ -28,29 +28,56 @@ _TYPES = frozenset({"response.created", "response.in_progress", "message_start"}
 _MARKS = (b'"role"', b'"response.created"', b'"response.in_progress"', b'"message_start"')
 
 
-class EventCutter:
-    """Cuts a stream of server-sent events at their ends. No byte is changed."""
+class EventReader:
+    """Reads an answer by whole events. No byte is changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, response: EngineAnswer):
+        self._response = response
         #: An incomplete event.
-        self.held = bytearray()
+        self._held = bytearray()
 
-    def feed(self, data: bytes) -> bytes:
-        """The whole events so far; an incomplete one is kept."""
-        # A blank line may come in pieces. What was kept has none.
-        start = max(0, len(self.held) - len(_LF_END))
-        self.held += data
-        lf, crlf = self.held.rfind(_LF_END, start), self.held.rfind(_CRLF_END, start)
+    async def next(self) -> bytes:
+        """The whole events that have come; what is left, at the end; then nothing. Raises
+        LegFailed."""
+        response = self._response
+        while data := await response.read_some():
+            if events := self._cut(data):
+                return events
+            check_size(len(self._held), response.engine, response.leg)
+        return self.rest()
+
+    def rest(self) -> bytes:
+        """What has come of an incomplete event."""
+        data = bytes(self._held)
+        self._held.clear()
+        return data
+
+    def _cut(self, data: bytes) -> bytes:
+        # A blank line may come in pieces. What was held has none.
+        start = max(0, len(self._held) - len(_LF_END))
+        self._held += data
+        lf, crlf = self._held.rfind(_LF_END, start), self._held.rfind(_CRLF_END, start)
         end = crlf + len(_CRLF_END) if crlf > lf else lf + len(_LF_END) if lf >= 0 else 0
-        events = bytes(self.held[:end])
-        del self.held[:end]
+        events = bytes(self._held[:end])
+        del self._held[:end]
         return events
 
-    def flush(self) -> bytes:
-        """What is left at the end of the stream."""
-        data = bytes(self.held)
-        self.held.clear()
-        return data
+    async def until_output(self) -> bytes:
+        """The events up to the first output.
+
+        vLLM's chats, responses and messages begin with events that contain nothing of the answer
+        yet, and an engine that could not load the KV says so after them. As long as the client has
+        not got them, another engine can be asked. Raises LegFailed, Final.
+        """
+        held = b""
+        while len(held) <= LIMIT_BYTES and (events := await self.next()):
+            held += events
+            for event in filter(None, split(events)):
+                if (error := error_of(event)) is not None:
+                    raise failure(self._response, error)
+                if not _says_nothing(event, payload_of(event)):
+                    return held
+        return held
 
 
 def split(events: bytes) -> list[bytes]:
@@ -61,24 +88,6 @@ def split(events: bytes) -> list[bytes]:
 def ends_event(data: bytes) -> bool:
     """Whether the end of these bytes is the end of an event."""
     return data.endswith((_LF_END, _CRLF_END))
-
-
-class EventReader:
-    """Reads whole events of an answer. begun: bytes of it that were read before."""
-
-    def __init__(self, response: EngineAnswer, begun: bytes = b""):
-        self._response, self._begun = response, begun
-        self._cutter = EventCutter()
-
-    async def next(self) -> bytes:
-        """Empty at the end. Raises LegFailed."""
-        response, cutter = self._response, self._cutter
-        while data := self._begun or await response.read_some():
-            self._begun = b""
-            if events := cutter.feed(data):
-                return events
-            check_size(len(cutter.held), response.engine, response.leg)
-        return cutter.flush()
 
 
 async def without_error(response: EngineAnswer) -> bytes:
@@ -125,28 +134,6 @@ def _as_answer(error: bytes) -> Answer | None:
     if not isinstance(code, int) or not 400 <= code < 600:
         return None
     return Answer(code, {"content-type": "application/json"}, error)
-
-
-async def until_output(response: EngineAnswer) -> bytes:
-    """The first bytes of an answer, in a stream up to its first output.
-
-    vLLM's chats, responses and messages begin with events that contain nothing of the answer yet,
-    and an engine that could not load the KV says so after them. As long as the client has not got
-    them, another engine can be asked. Raises LegFailed, Final.
-    """
-    held = data = await response.read_some()
-    if not response.is_stream:
-        return data
-    cutter = EventCutter()
-    while data and len(held) <= LIMIT_BYTES:
-        for event in filter(None, split(cutter.feed(data))):
-            if (error := error_of(event)) is not None:
-                raise failure(response, error)
-            if not _says_nothing(event, payload_of(event)):
-                return held
-        data = await response.read_some()
-        held += data
-    return held
 
 
 class _Event(msgspec.Struct):

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import Answer, error
-from dynamo_lite.forward.engines import KnownEngine, Unused, check_trust
+from dynamo_lite.forward.engines import trust
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
@@ -26,37 +26,28 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-#: Name (HOST:PORT, or the URL if it is malformed) and lease of a joined engine.
-UnusedKey = tuple[str, str]
-
 
 def sort_out(
     records: Iterable[EndpointRecord], listed: Collection[str], config: ForwarderConfig
-) -> tuple[dict[str, tuple[EngineOptions, EndpointRecord]], dict[UnusedKey, Unused]]:
-    """Which joined engines may be used, by name, and why others may not.
+) -> tuple[dict[str, tuple[EngineOptions, EndpointRecord]], dict[str, str]]:
+    """Which joined engines may be used, by name, and why others may not, by lease.
 
     listed: names of the engines of the configuration.
     """
     usable: dict[str, tuple[EngineOptions, EndpointRecord]] = {}
-    unused: dict[UnusedKey, Unused] = {}
+    unused: dict[str, str] = {}
     taken = {name: "in this Forwarder's configuration" for name in listed}
     for record in sorted(records, key=lambda r: (r.started_at, r.lease_id)):
         if (engine := record.engine) is None:
             continue
         lease = f"{record.lease_id:x}"
-        if engine.protocol != config.protocol:
-            trouble = f"it speaks {engine.protocol}, and this Forwarder {config.protocol}"
-            unused[engine.url, lease] = Unused(engine.role, "protocol", trouble)
-            continue
         try:
             options = _options(record.component, engine, config)
+            name = host_port(*options.address)
+            if name in taken:
+                raise ValueError(f"it is already known {taken[name]}: join or list an engine once")
         except ValueError as exc:
-            unused[engine.url, lease] = Unused(engine.role, "options", str(exc))
-            continue
-        name = host_port(*options.address)
-        if name in taken:
-            trouble = f"it is already known {taken[name]}: join or list an engine once"
-            unused[name, lease] = Unused(options.role, "twice", trouble)
+            unused[lease] = f"{engine.url} ({engine.role}): {exc}"
             continue
         taken[name] = f"by lease {lease}"
         usable[name] = options, record
@@ -65,6 +56,8 @@ def sort_out(
 
 def _options(component: str, engine: StockEngine, config: ForwarderConfig) -> EngineOptions:
     """Raises ValueError."""
+    if engine.protocol != config.protocol:
+        raise ValueError(f"it speaks {engine.protocol}, and this Forwarder {config.protocol}")
     if component != JOINED_AS.get(engine.role, component):
         raise ValueError(f"a {component} may not register it: it would get prompts")
     ca_file = config.joined_ca_file if engine.url.startswith("https://") else None
@@ -74,39 +67,35 @@ def _options(component: str, engine: StockEngine, config: ForwarderConfig) -> En
     return options
 
 
-class Discovery:
-    """Follows the engines that have joined: their records. roster: entered; it calls this for each
-    change."""
+def discover(roster: Roster, parts: ForwardParts) -> None:
+    """Follows the engines that have joined: their records. roster: entered."""
+    engines = parts.engines
+    listed = tuple(engine.name for engine in engines.all)
 
-    def __init__(self, roster: Roster, parts: ForwardParts):
-        self._roster, self._parts, self._engines = roster, parts, parts.engines
-        self._listed = tuple(engine.name for engine in parts.engines.all)
-        self._joined: dict[str, KnownEngine] = {}
-        roster.on_change(lambda *_: self._update())
-        self._update()
-
-    def _update(self) -> None:
-        engines = self._engines
-        usable, unused = sort_out(self._roster.members, self._listed, self._parts.config)
-        for name, engine in list(self._joined.items()):
+    def update(*_: object) -> None:
+        usable, unused = sort_out(roster.members, listed, parts.config)
+        joined = {engine.name: engine for engine in engines.all if engine.lease}
+        for name, engine in list(joined.items()):
             options, record = usable.get(name, (None, None))
             if record is None or (options, record.model) != (engine.options, engine.model):
                 logger.info("engine %s (%s) has left", name, engine.options.role)
-                engines.remove(self._joined.pop(name))
+                engines.remove(joined.pop(name))
         for name, (options, record) in usable.items():
             lease = f"{record.lease_id:x}"
-            if name not in self._joined:
-                engine = engines.add(options, lease=lease, model=record.model)
+            if name not in joined:
+                joined[name] = engines.add(options, lease=lease, model=record.model)
                 logger.info("engine %s (%s) has joined, lease %s", name, options.role, lease)
-                self._joined[name] = engine
-                engines.follow(engine)
+                engines.follow(joined[name])
             # Another `join` process may represent the engine now, because the earlier process was
             # killed.
-            self._joined[name].lease = lease
-        for key, why in unused.items():
-            if engines.unused.get(key) != why:  # each reason is logged once
-                logger.error("engine %s (lease %s) is not used: %s", *key, why.trouble)
+            joined[name].lease = lease
+        for lease, why in unused.items():
+            if engines.unused.get(lease) != why:  # each reason is logged once
+                logger.error("an engine that has joined by lease %s is not used: %s", lease, why)
         engines.unused = unused
+
+    roster.on_change(update)
+    update()
 
 
 class Forwarder:
@@ -128,10 +117,10 @@ class Forwarder:
         await enter(parts.upstream)
         await enter(parts.engines)
         if config.discovers:
-            check_trust(config.joined_ca_file, "joined-ca-file")
+            trust(config.joined_ca_file)  # a mistake in it ends the start
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
-            Discovery(roster, parts)
+            discover(roster, parts)
         forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         await enter(self._explaining(host, forwarding))
@@ -173,10 +162,7 @@ class Forwarder:
         return facts | {
             "checks": {"engines": "" if facts["ok"] else self._engines_trouble()},
             "without_broker": "Requests are forwarded; `explain` has no answer.",
-            "unused_engines": [
-                {"engine": name, "lease": lease, "role": why.role, "trouble": why.trouble}
-                for (name, lease), why in engines.unused.items()
-            ],
+            "unused_engines": engines.unused,
             "prefill_engines": sum(engine.can_prefill for engine in engines.all),
             "decode_engines": sum(engine.decodes and engine.usable for engine in engines.all),
         }
@@ -184,7 +170,7 @@ class Forwarder:
     def _engines_trouble(self) -> str:
         engines = self._parts.engines
         found = [f"{e.name}: {e.trouble}" for e in engines.all if e.decodes]
-        found += [f"{name}: {why.trouble}" for (name, _), why in engines.unused.items()]
+        found += engines.unused.values()
         if not found and self._config.discovers:
             namespace = self._spec.namespace
             return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"

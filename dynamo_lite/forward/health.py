@@ -3,26 +3,23 @@
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Self
 
 import msgspec
 
 from dynamo_lite.forward import engines
-from dynamo_lite.forward.engines import (
-    FAILURES,
-    KnownEngine,
-    StockEngineLoad,
-    Unused,
-    parse_load,
-)
+from dynamo_lite.forward.engines import FAILURES, KnownEngine, parse_load
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.prompts import BLOCK_BYTES
 from dynamo_lite.forward.protocols.base import ForwardProtocol
 from dynamo_lite.forward.protocols.mooncake import engine_ids
 from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.routing.kv_index import KvIndex
+from dynamo_lite.routing.worker_loads import WorkerLoads
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -53,10 +50,14 @@ class KnownEngines:
         by_load: bool,
     ):
         self.all: tuple[KnownEngine, ...] = ()
-        #: Why joined engines are not used, by name and lease.
-        self.unused: dict[tuple[str, str], Unused] = {}
+        #: Why joined engines are not used, by lease.
+        self.unused: dict[str, str] = {}
         #: What each engine was sent, by its number, until it has ended or left.
-        self.index = KvIndex(BLOCK_BYTES, _MAX_INDEX_BLOCKS)
+        self.prompts = KvIndex(BLOCK_BYTES, _MAX_INDEX_BLOCKS)
+        #: The legs of this process at each engine, by its number.
+        self.loads = WorkerLoads(self, lost_s=math.inf)
+        #: Loads that engines have reported, by their numbers.
+        self._reports: dict[int, Load | None] = {}
         self.protocol = protocol
         self._upstream, self._interval_s, self._by_load = upstream, interval_s, by_load
         self._numbers = itertools.count()
@@ -88,24 +89,22 @@ class KnownEngines:
         engine.left = True
         engine.checked.set()  # it may never be
         self.all = tuple(one for one in self.all if one is not engine)
-        self.index.leave(engine.number)
+        self.prompts.leave(engine.number)
         self._compare()
 
-    def lost(self, engine: KnownEngine, failure: LegFailed) -> None:
-        """A leg could not be sent: the engine gets no legs until its next check passes.
+    def load(self, number: int) -> Load | None:
+        """The last report of an engine."""
+        return self._reports.get(number)
 
-        A broken connection does not count, because an engine may close an idle connection.
-        """
-        if failure.kind == "refused":
-            self._failed(engine, failure)
+    def index(self, number: int) -> KvIndex:
+        return self.prompts
 
     async def _follow(self, engine: KnownEngine) -> None:
         loop = asyncio.get_running_loop()
         # An engine that has left may have open legs.
-        while not engine.left or engine.legs:
-            loaded = self._by_load and engine.healthy and self._rivals(engine)
+        while not engine.left or engine.on_end:
             # Together: a slow page of metrics must not delay that silence is noticed.
-            reads = [self._read_load(engine)] if loaded else []
+            reads = [self.read_load(engine)] if self._by_load and engine.healthy else []
             try:
                 await asyncio.gather(self.check(engine), *reads)
             finally:
@@ -113,6 +112,8 @@ class KnownEngines:
             await asyncio.sleep(self._interval_s)
             if loop.time() > engine.named_until:
                 self.remove(engine)
+        self._reports.pop(engine.number, None)
+        self.loads.left(engine.number)
 
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
@@ -121,7 +122,7 @@ class KnownEngines:
         try:
             await check(self._upstream, engine)
         except LegFailed as exc:
-            self._failed(engine, exc)
+            self.failed(engine, exc)
             if exc.answered:
                 engine.heard_at = loop.time()
             else:
@@ -132,10 +133,12 @@ class KnownEngines:
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self._compare()
 
-    def _failed(self, engine: KnownEngine, failure: LegFailed) -> None:
+    def failed(self, engine: KnownEngine, failure: LegFailed) -> None:
+        """A check has failed, or a connection was refused."""
         if engine.failed(str(failure), at_once=failure.kind == "refused"):
             logger.warning("%s is unhealthy", failure)
-            self.index.leave(engine.number)
+            self.prompts.leave(engine.number)
+            self._reports.pop(engine.number, None)
 
     async def _end_silent(self, engine: KnownEngine) -> None:
         """An engine from which nothing at all has come for `SILENCE_S`, and which then does not
@@ -144,12 +147,15 @@ class KnownEngines:
         loop = asyncio.get_running_loop()
         now = loop.time()
         silent = now - engine.heard_at >= engines.SILENCE_S
-        if not silent or not engine.legs or engine.failures < FAILURES:
+        if not silent or not engine.on_end or engine.failures < FAILURES:
             return
-        if await _answers(self._upstream, engine):
-            engine.heard_at = loop.time()
-        if engine.heard_at <= now:
-            engine.ended("it has fallen silent")
+        try:
+            # Nothing is computed for a list of models, while `/health` may wait for a computation
+            # (SGLang's runs a request). Whatever it says, its server answers.
+            await self._upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
+        except LegFailed as exc:
+            if not exc.answered and engine.heard_at <= now:
+                engine.ended("it has fallen silent")
 
     def _compare(self) -> None:
         """An engine of another model than the first one that decodes is not used. That model is
@@ -172,22 +178,22 @@ class KnownEngines:
             if engine.trouble not in ("", known):
                 logger.error("engine %s is not used: %s", engine.name, engine.trouble)
 
-    def _rivals(self, engine: KnownEngine) -> bool:
-        """Whether another engine may take its legs."""
-        return any(
-            (one.prefills and engine.prefills) or (one.decodes and engine.decodes)
-            for one in self.all
-            if one is not engine
-        )
-
-    async def _read_load(self, engine: KnownEngine) -> None:
+    async def read_load(self, engine: KnownEngine) -> bool:
+        """Returns whether the engine accepts connections."""
+        load, refused = None, False
         try:
-            load = await read_load(self._upstream, engine)
+            _, page = await self._upstream.fetch(engine, "/metrics", within_s=CHECK_S)
+            load = parse_load(page.decode(errors="replace"))
         except LegFailed as exc:
             logger.debug("no load: %s", exc)
-            return
-        if load is not None:
-            engine.reported(load)
+            refused = exc.kind == "refused"
+        self.reported(engine, load)
+        return not refused
+
+    def reported(self, engine: KnownEngine, load: Load | None) -> None:
+        """load: None if it is not known now."""
+        self._reports[engine.number] = load
+        self.loads.reported(engine.number, 0.0)
 
 
 class _Model(msgspec.Struct):
@@ -210,7 +216,7 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
         status, page = await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
         # If the engine requires a key, its record may name the model.
         engine.models = _model_names(page) or ((engine.model,) if engine.model else ())
-    path, at = engine.protocol.query_path, engine.transfer_address
+    path, at = engine.protocol.query_path, (engine.peer.host, engine.peer.port)
     if not path or not engine.prefills:
         return
     # Read each time, because the ids change after every restart.
@@ -228,19 +234,3 @@ def _model_names(page: bytes) -> tuple[str, ...]:
         return tuple(model.id for model in msgspec.json.decode(page, type=_Models).data)
     except msgspec.DecodeError:
         return ()
-
-
-async def read_load(upstream: Upstream, engine: KnownEngine) -> StockEngineLoad | None:
-    """None if its metrics do not contain the load. Raises LegFailed."""
-    _, page = await upstream.fetch(engine, "/metrics", within_s=CHECK_S)
-    return parse_load(page.decode(errors="replace"))
-
-
-async def _answers(upstream: Upstream, engine: KnownEngine) -> bool:
-    """Whether its server answers at all, whatever it says. Nothing is computed for a list of
-    models, while `/health` may wait for a computation (SGLang's runs a request)."""
-    try:
-        await upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-    except LegFailed as exc:
-        return exc.answered
-    return True

@@ -15,16 +15,14 @@ from typing import Any
 import msgspec
 import uvloop
 
-from dynamo_lite.forward.engines import StockEngineLoad
-from dynamo_lite.forward.failures import LegFailed
-from dynamo_lite.forward.health import CHECK_S, KnownEngines, read_load
+from dynamo_lite.forward.health import CHECK_S, KnownEngines
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.forwarding import ProtocolName
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import StockEngine
-from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
@@ -45,7 +43,8 @@ logger = logging.getLogger(__name__)
 #: ended.
 _DRAIN_INTERVAL_S = 0.25
 _IDLE_READINGS = 5
-_BACKOFF = Backoff(longest_s=5.0)
+#: Pause before the next try to get a lease again.
+_RESTART_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,6 @@ class JoinedEngine:
         protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
         self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
         self._engine = self._engines.add(options, model=options.model)
-        self._load: StockEngineLoad | None = None
         self._host: Host | None = None
         #: Whether the record is in the store, or will be removed when the store is back.
         self._registered = False
@@ -109,7 +107,8 @@ class JoinedEngine:
             async with asyncio.timeout(grace_s):
                 await self._until_idle()
         except TimeoutError:
-            left = "an unknown number of" if self._load is None else str(self._load.requests)
+            load = self._load
+            left = "an unknown number of" if load is None else load.running + load.waiting
             logger.warning("the engine has %s requests after %g s", left, grace_s)
 
     async def close(self) -> None:
@@ -127,7 +126,7 @@ class JoinedEngine:
         }
         if load is not None:
             facts |= {
-                "running": load.requests - load.waiting,
+                "running": load.running,
                 "waiting": load.waiting,
                 "kv_usage": load.kv_usage,
             }
@@ -136,7 +135,7 @@ class JoinedEngine:
     async def _check(self) -> bool:
         """Whether the engine is healthy. Its load is for displays."""
         await self._engines.check(self._engine)
-        await self._read_load()
+        await self._engines.read_load(self._engine)
         return self._engine.healthy
 
     async def _follow(self) -> None:
@@ -169,23 +168,18 @@ class JoinedEngine:
         )
         self._registered = True
 
-    async def _read_load(self) -> bool:
-        """Returns whether the engine could be asked."""
-        try:
-            self._load = await read_load(self._upstream, self._engine)
-        except LegFailed as exc:
-            logger.debug("no load: %s", exc)
-            self._load = None
-            return exc.kind != "refused"
-        return True
+    @property
+    def _load(self) -> Load | None:
+        return self._engines.load(self._engine.number)
 
     async def _until_idle(self) -> None:
         """An engine that refuses connections has ended."""
         idle = 0
         while idle < _IDLE_READINGS:
-            if not await self._read_load():
+            if not await self._engines.read_load(self._engine):
                 return
-            idle = idle + 1 if self._load is not None and not self._load.requests else 0
+            load = self._load
+            idle = idle + 1 if load is not None and not load.running + load.waiting else 0
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
 
@@ -205,19 +199,15 @@ def run(
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
     """If the lease expired while etcd was out of reach, a new lease is granted: no other
     process would register the engine again."""
-    loop = asyncio.get_running_loop()
-    expired, failures = False, 0
+    expired = False
     while True:
-        began = loop.time()
         code = await run_process(spec, JoinedEngine(options, spec), report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code
-        restart = _BACKOFF.after_exit(failures, loop.time() - began)
-        failures = restart.failures
         stop = StopRequest()
         with stop_on_signals(stop):
-            await first_of(stop.wait(), timeout_s=restart.delay_s)
+            await first_of(stop.wait(), timeout_s=_RESTART_S)
         if stop.is_set:
             return EXIT_STOPPED
 

@@ -21,12 +21,8 @@ class ForwardStats:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     #: Errors that the client got, by status, but for 4xx of engines, which are passed on.
     refused: Counter[int] = field(default_factory=Counter[int])
-    #: Answers that broke off after their first byte.
-    broken: int = 0
-    #: Clients that disconnected before the end of their answer.
-    gone: int = 0
-    #: Fields that clients must not set, and that were removed.
-    removed_fields: int = 0
+    #: Requests by how they ended, as in `ForwardDecision.outcome`.
+    ended: Counter[str] = field(default_factory=Counter[str])
     in_flight: int = 0
 
 
@@ -42,9 +38,6 @@ class ForwardMetrics(Collector):
     def __init__(self, stats: ForwardStats, placer: Placer, engines: KnownEngines):
         self._stats, self._placer, self._engines = stats, placer, engines
 
-    def describe(self) -> Iterable[Metric]:
-        return []
-
     def collect(self) -> Iterable[Metric]:
         for name, text, labels, values in self._counts():
             yield _filled(CounterMetricFamily(name, text, labels=labels), values)
@@ -56,8 +49,7 @@ class ForwardMetrics(Collector):
         begun = "Answers that were begun: with a prefill leg, without one (and why), passed on"
         refused = {(str(status),): count for status, count in stats.refused.items()}
         failed = "Requests that got an error because no engine answered them"
-        gone = "Clients that disconnected before the end of their answer"
-        removed = "Fields of clients' bodies that only a forwarder may set"
+        how, ended = "How requests ended", {(way,): n for way, n in stats.ended.items()}
         chosen, choices = "Engines that were chosen, by leg and reason", self._placer.choices
         legs = "Legs that failed before the client had a byte"
         return (
@@ -65,24 +57,22 @@ class ForwardMetrics(Collector):
             ("dynamo_lite_forward_leg_failures", legs, ("leg", "kind"), stats.failures),
             ("dynamo_lite_forward_choices", chosen, ("leg", "reason"), choices),
             ("dynamo_lite_forward_refused", failed, ("status",), refused),
-            ("dynamo_lite_forward_broken", "Answers that broke off", (), {(): stats.broken}),
-            ("dynamo_lite_forward_clients_gone", gone, (), {(): stats.gone}),
-            ("dynamo_lite_forward_removed_fields", removed, (), {(): stats.removed_fields}),
+            ("dynamo_lite_forward_requests_ended", how, ("outcome",), ended),
         )
 
     def _states(self) -> Sequence[_Row]:
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        legs = {labels: engine.legs for labels, engine in engines.items()}
-        reasons = Counter((why.reason,) for why in self._engines.unused.values())
-        reasons[("model",)] = sum(e.healthy and bool(e.trouble) for e in engines.values())
-        unused = "Engines that are known and not used, by reason"
+        loads = self._engines.loads
+        legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
+        misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
+        unused = {(): len(self._engines.unused) + misfits}
         which = ("engine", "role")
         return (
             ("dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}),
             ("dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable),
             ("dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs),
-            ("dynamo_lite_forward_unused_engines", unused, ("reason",), reasons),
+            ("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused),
         )
 
 

@@ -4,18 +4,13 @@ Only a sidecar reads it, and only those of its allow-list: a client that may nam
 make this process send requests into a private network.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from multidict import CIMultiDictProxy
 
-from dynamo_lite.runtime.address import host_port
-
 PREFILLER_HEADER = "x-prefiller-host-port"
-
-#: Most prefill engines that one request may name.
-MAX_NAMED = 64
 
 #: Loopback and private networks, also those of carriers, which some clusters use for their pods.
 #: Not link-local addresses: clouds serve credentials there.
@@ -89,26 +84,3 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-class NotAllowed(Exception):
-    """A host that is not accepted."""
-
-
-def accepted(names: Iterable[str], allowed: AllowedHosts) -> tuple[str, ...]:
-    """The names as HOST:PORT. Raises ValueError for malformed ones and too many, NotAllowed."""
-    found: dict[str, None] = {}
-    for name in names:
-        try:
-            host, port = parse_host_port(name)
-        except ValueError as exc:
-            raise ValueError(f"{PREFILLER_HEADER}: expected HOST:PORT, got {name[:100]!r}") from exc
-        if host not in allowed:
-            raise NotAllowed(
-                f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
-                f" {', '.join(allowed.entries)} (the sidecar's --allow-prefiller)"
-            )
-        found[host_port(host, port)] = None
-        if len(found) > MAX_NAMED:
-            raise ValueError(f"{PREFILLER_HEADER}: at most {MAX_NAMED} engines")
-    return tuple(found)

@@ -4,8 +4,6 @@ docs/configuration.md says what each means. Imports nothing heavy, because the c
 it.
 """
 
-import ipaddress
-import re
 from dataclasses import dataclass, field, replace
 
 from dynamo_lite.forward.named import PRIVATE, AllowedHosts, parse_host_port
@@ -19,8 +17,7 @@ from dynamo_lite.protocol.options import (
 )
 from dynamo_lite.protocol.records import LAST_PORT, Port
 
-#: Its last part has a letter: it is no IPv4 address with a mistake in it.
-_HOST_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?=[0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
+_NO_HOSTS = ("", "0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,12 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raises ValueError."""
         parse_engine_url(self.url)
-        if self.transfer_host is not None:
-            _check_transfer_host(self.transfer_host)
+        host = self.transfer_host
+        if host is not None and (host in _NO_HOSTS or any(char in host for char in "[]/ ")):
+            raise ValueError(
+                f"transfer-host is {host!r}: expected the host name or IP address under which"
+                " other engines reach this one, without brackets, and not that of all interfaces"
+            )
         if not self.secure and self.ca_file is not None:
             raise ValueError("ca-file needs an https:// URL")
 
@@ -111,22 +112,6 @@ class ForwarderConfig:
     @property
     def discovers(self) -> bool:
         return not self.engines if self.discover is None else self.discover
-
-
-def _check_transfer_host(host: str) -> None:
-    """Raises ValueError for what no engine can connect to. Whether it is an address of some host
-    is not known here: the engine may be on another one, behind a translated address, or have a
-    name that is resolved only when its pod is ready."""
-    try:
-        address = ipaddress.ip_address(host)
-        usable = not address.is_unspecified and not address.is_multicast
-    except ValueError:
-        usable = len(host) <= 253 and _HOST_NAME.fullmatch(host) is not None
-    if not usable:
-        raise ValueError(
-            f"transfer-host is {host!r}: expected the host name or IP address under which other"
-            " engines reach this one, without a port or brackets, and not that of all interfaces"
-        )
 
 
 def parse_engine_url(url: str) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -11,8 +11,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.events import EventReader, ends_event, until_output
+from dynamo_lite.forward.events import EventReader, ends_event
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.protocols.base import Leg, LegOrder
@@ -22,121 +21,86 @@ logger = logging.getLogger(__name__)
 
 async def alone(one: RequestAttempt) -> None:
     """No prefill leg: the decode engine gets the client's own body."""
-    request, placement = one.job.request, one.placement
-    how = ("alone", placement.alone) if request.route else ("passed", "")
-    await _alone(one, placement.decode, how)
-
-
-async def _alone(one: RequestAttempt, engine: KnownEngine, how: tuple[str, str]) -> None:
-    with engine.leg(one.placement.prompt_tokens) as computed:
-        response = await one.open(engine, "decode")
-        await _relay(one, response, computed, how=how)
-    one.sent(engine)
+    await _relay(one, await one.open(one.placement.decode, "decode"))
 
 
 async def single(one: RequestAttempt) -> None:
     """The decode engine asks the prefill engine itself."""
-    prefill, engine = one.prefill, one.placement.decode
     leg = one.parts.protocol.decode(one.job.request.body, one.ids, None)
-    with prefill.leg(one.placement.uncached_tokens) as computed, engine.leg(0):
-        try:
-            response = await one.open(engine, "decode", leg)
-            await _relay(one, response, computed, leg=leg)
-        except LegFailed:
-            # The answer does not tell which of the two engines has failed.
-            one.job.tried.prefill.add(prefill.number)
-            raise
-    one.sent(prefill)
-    one.sent(engine)
+    try:
+        await _relay(one, await one.open(one.placement.decode, "decode", leg), leg)
+    except LegFailed:
+        # The answer does not tell which of the two engines has failed.
+        one.job.tried.prefill.add(one.prefill.number)
+        raise
 
 
 async def serial(one: RequestAttempt) -> None:
     """The decode leg gets the prefill leg's answer."""
-    prefill, protocol = one.prefill, one.parts.protocol
-    with prefill.leg(one.placement.uncached_tokens):
-        answer = await one.prefilled()
-    one.sent(prefill)
-    engine = _decode_engine(one)
+    protocol = one.parts.protocol
+    answer = await one.prefilled()
+    engine = one.placement.decode
+    if protocol.names_decode and not engine.usable:
+        raise LegFailed(engine, "decode", "refused", engine.trouble)
+    if protocol.staged or not engine.usable:
+        one.parts.placer.place_decode(one.placement, one.job.tried)
     handoff = protocol.extract(answer)
     if handoff is None:
-        logger.info("engine %s has handed nothing over", prefill.name)
-        return await _alone(one, engine, ("alone", "no_handoff"))
-    second = protocol.decode(one.job.request.body, one.ids, handoff)
-    with engine.leg(0) as computed:
-        response = await one.open(engine, "decode", second)
-        await _relay(one, response, computed, leg=second)
-    one.sent(engine)
+        logger.info("engine %s has handed nothing over", one.prefill.name)
+        one.placement.alone = "no_handoff"
+        return await alone(one)
+    leg = protocol.decode(one.job.request.body, one.ids, handoff)
+    await _relay(one, await one.open(one.placement.decode, "decode", leg), leg)
 
 
 async def parallel(one: RequestAttempt) -> None:
     """Both legs at once. The decode engine's bytes are held back until the prefill leg has
     succeeded, because without its KV they are worthless."""
-    prefill, engine, protocol = one.prefill, one.placement.decode, one.parts.protocol
-    request = one.job.request
+    protocol, request = one.parts.protocol, one.job.request
     # The legs of a tool call cannot be joined: each engine draws an id for it.
     joins = protocol.first_token_from_prefill and request.stream and "tools" not in request.body
     one.depends()
-    second = protocol.decode(request.body, one.ids, None)
-    with engine.leg(0), prefill.leg(one.placement.uncached_tokens) as computed:
-        first = _first_token(one) if joins else one.prefilled()
-        prefilling = one.start(first, "prefill leg")
-        decoding = one.start(one.open(engine, "decode", second), "decode leg")
-        prefilled, response = await asyncio.gather(prefilling, decoding)
-        computed()
-        one.sent(prefill)
-        if isinstance(prefilled, tuple):
-            await _joined(one, *prefilled, response, second)
-        else:
-            await _relay(one, response, computed, leg=second)
-    one.sent(engine)
+    leg = protocol.decode(request.body, one.ids, None)
+    merge = FirstTokenMerge() if joins else None
+    prefilled = one.prefilled() if merge is None else _first_token(one, merge)
+    try:
+        async with asyncio.TaskGroup() as legs:
+            legs.create_task(prefilled, name="prefill leg")
+            opened = one.open(one.placement.decode, "decode", leg)
+            decoding = legs.create_task(opened, name="decode leg")
+    except BaseExceptionGroup as failed:
+        # The other leg was cancelled: the first failure counts.
+        raise failed.exceptions[0] from failed
+    if merge is None:
+        await _relay(one, decoding.result(), leg)
+    else:
+        await _joined(one, merge, decoding.result(), leg)
 
 
-def _decode_engine(one: RequestAttempt) -> KnownEngine:
-    """The decode engine after a serial prefill leg. Raises LegFailed, NoWorkers."""
-    engine, protocol = one.placement.decode, one.parts.protocol
-    if engine.usable and not protocol.staged:
-        return engine
-    if protocol.names_decode:
-        raise LegFailed(engine, "decode", "refused", engine.trouble)
-    return one.parts.placer.place_decode(one.placement, one.job.tried)
-
-
-async def _relay(
-    one: RequestAttempt,
-    response: EngineAnswer,
-    computed: Callable[[], None],
-    *,
-    how: tuple[str, str] = ("disaggregated", ""),
-    leg: Leg | None = None,
-) -> None:
-    """Passes the whole answer of a decode leg. computed: of `KnownEngine.leg`, where the prompt is
-    computed. leg: None: it has no id to hide.
+async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:
+    """Passes the whole answer of a decode leg. leg: None: it has no id to hide.
 
     Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
     client, head = one.job.client, headers.to_client(response.headers, response.engine.name)
-
-    def on_first() -> None:
-        one.begins(*how)
-        computed()
-
     changes = leg if leg is not None and leg.hidden is not None else None
     if changes is not None:
         head.popall("content-length", None)
         if not response.is_stream:
             data = changes.shows(await response.read())
             head["content-length"] = str(len(data))
-            on_first()
+            one.begins()
             return await client.send(Answer(response.status, head, data))
     # The head is held back until the first output: until then, another engine can be asked.
-    data = await until_output(response)
+    reader = EventReader(response)
+    data = await (reader.until_output() if response.is_stream else response.read_some())
     response.shown = True
-    on_first()
+    one.begins()
     await client.start(response.status, head)
     if changes is not None:
-        await _changed(client, response, changes.shows, data)
+        await _changed(client, reader, changes.shows, data)
     else:
-        await _unchanged(client, response, data)
+        await _unchanged(client, response, data + reader.rest())
     await client.finish()
 
 
@@ -159,19 +123,18 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
 
 
 async def _changed(
-    client: Client, response: EngineAnswer, change: Callable[[bytes], bytes], data: bytes = b""
+    client: Client, reader: EventReader, change: Callable[[bytes], bytes], events: bytes
 ) -> None:
-    """Event by event. data: the bytes that have arrived."""
+    """Event by event. events: those that have arrived."""
     try:
-        reader = EventReader(response, begun=data or await until_output(response))
-        response.shown = True
-        while events := await reader.next():
+        while events:
             await client.write(change(events))
-    except (LegFailed, Final, MalformedEvent) as exc:
+            events = await reader.next()
+    except (LegFailed, MalformedEvent) as exc:
         await break_off(client, exc, whole=True)
 
 
-async def break_off(client: Client, why: object, *, whole: bool) -> None:
+async def break_off(client: Client, why: object, *, whole: bool) -> NoReturn:
     """Ends an answer that cannot be completed, so that no client takes it for complete.
 
     whole: the client got whole events only, so that it can read one more. Raises Broken.
@@ -183,32 +146,35 @@ async def break_off(client: Client, why: object, *, whole: bool) -> None:
     raise Broken(str(why))
 
 
-async def _first_token(one: RequestAttempt) -> tuple[FirstTokenMerge, bytes]:
-    """A prefill leg whose token is shown, and what the client gets of it. Raises LegFailed,
-    Final."""
-    merge = FirstTokenMerge()
+async def _first_token(one: RequestAttempt, merge: FirstTokenMerge) -> None:
+    """A prefill leg whose token is shown. Raises LegFailed, Final."""
     await one.prefilled()
     try:
-        shown = merge.from_prefill(one.prefill_events)
+        one.prefill_events = merge.from_prefill(one.prefill_events)
     except MalformedEvent as exc:
         raise LegFailed(one.prefill, "prefill", "malformed", str(exc)) from exc
     if not merge.begun:
         raise LegFailed(one.prefill, "prefill", "unpaired", "no token")
-    return merge, shown
 
 
 async def _joined(
-    one: RequestAttempt, merge: FirstTokenMerge, shown: bytes, response: EngineAnswer, leg: Leg
+    one: RequestAttempt, merge: FirstTokenMerge, response: EngineAnswer, leg: Leg
 ) -> None:
     """The first token comes from the prefill engine, and all others from the decode engine:
     `first_token.py` joins them. Raises Broken, ClientGone."""
     client = one.job.client
-    one.begins("disaggregated")
+    one.begins()
     head = headers.to_client(response.headers, response.engine.name)
     head.popall("content-length", None)
     await client.start(response.status, head)
-    await client.write(shown)
-    await _changed(client, response, lambda events: merge.from_decode(leg.shows(events)))
+    await client.write(one.prefill_events)
+    reader = EventReader(response)
+    try:
+        events = await reader.until_output()
+    except (LegFailed, Final) as exc:
+        await break_off(client, exc, whole=True)
+    response.shown = True
+    await _changed(client, reader, lambda new: merge.from_decode(leg.shows(new)), events)
     await client.finish()
 
 

@@ -1,7 +1,7 @@
 """Which engines take one attempt of a request.
 
-The score is that of the KV-aware router (`routing/kv_routing.py`). What differs is what is known:
-an engine is assumed to hold the prompts that this process sent to it.
+The choice is that of the KV-aware router (`routing/worker_loads.py`). What differs is what is
+known: an engine is assumed to hold the prompts that this process sent to it.
 """
 
 import itertools
@@ -13,12 +13,12 @@ from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.prompts import BLOCK_BYTES, BYTES_PER_TOKEN, text_chain, tokens_of
+from dynamo_lite.forward.prompts import BLOCK_TOKENS, text_chain, tokens_of
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.routing.kv_chain import ChainHash
-from dynamo_lite.routing.worker_loads import MAX_KV_USAGE
+from dynamo_lite.routing.worker_loads import OwnRequest
 
 _KV_WEIGHT = KvRoutingOptions().kv_weight
 
@@ -39,30 +39,32 @@ class Tried:
     named: Sequence[KnownEngine] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EnginePlacement:
     """The engines of one attempt."""
 
+    number: int
     #: None: the decode engine computes the prompt.
     prefill: KnownEngine | None
     decode: KnownEngine
-    #: Why there is no prefill leg.
+    #: Why there is no prefill leg, or why the decode engine computes the prompt after it.
     alone: str
-    choices: list[LegChoice]
+    choices: list[LegChoice] = field(default_factory=list[LegChoice])
     chain: Sequence[ChainHash]
     prompt_tokens: int
-    #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
-    uncached_tokens: int
 
 
 class Placer:
-    """Chooses engines by what they hold of the prompt, and by load. Equal ones take turns."""
+    """Chooses engines by what they hold of the prompt, and by load. Equal ones take turns.
+
+    A placed leg is load of its engine until `released`; its owner calls that in any case.
+    """
 
     def __init__(self, engines: KnownEngines, config: ForwarderConfig):
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol = engines, engines.protocol
         self._limit = config.max_local_prefill_length
-        self._turns = itertools.count(1)
+        self._numbers = itertools.count()
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
         """Raises NoWorkers, CannotServe."""
@@ -75,7 +77,8 @@ class Placer:
             alone = alone or "no_prefill_worker"
         # A request that is passed on unchanged may go to every engine.
         computes = bool(alone and request.route and alone != "no_header")
-        decode, choice = self._choose_decode(tried.decode, matched, alone, computes=computes)
+        decoding = self._decoding(tried.decode, computes=computes)
+        decode, choice = self._choose("decode", decoding, matched, alone)
         prefilling = [engine for engine in prefilling if engine is not decode]
         if not alone and decode.decodes_alone:
             if not prefilling:
@@ -84,44 +87,44 @@ class Placer:
                 # The decode workers' rule (`disagg/decision/rule.py`) without a queue: stock
                 # engines do not say how long theirs is.
                 alone = "short" if tokens <= self._limit else "cached"
-        prefill, legs = None, [(decode, choice)]
-        if not alone:
-            prefill, first = self._choose("prefill", prefilling, matched)
-            # A staged decode leg is placed later; only then the choice counts.
-            legs = [(prefill, first), *(() if self._protocol.staged else legs)]
-        for engine, one in legs:
-            self._took(engine, one)
-        return EnginePlacement(
-            prefill=prefill,
+        placement = EnginePlacement(
+            number=next(self._numbers),
+            prefill=None,
             decode=decode,
             alone=alone,
-            choices=[one for _, one in legs],
             chain=chain,
             prompt_tokens=tokens,
-            # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
-            # prompt.
-            uncached_tokens=max(0, tokens - (matched[prefill.number] if prefill else 0)),
         )
+        if not alone:
+            placement.prefill, first = self._choose("prefill", prefilling, matched)
+            self._book(placement, placement.prefill, first)
+        # A staged decode leg is placed later; only then the choice counts.
+        if alone or not self._protocol.staged:
+            self._book(placement, decode, choice)
+        return placement
 
-    def place_decode(self, placement: EnginePlacement, tried: Tried) -> KnownEngine:
+    def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
         """After the prefill leg. Raises NoWorkers."""
         without = tried.decode
         if placement.prefill is not None:
             without = without | {placement.prefill.number}
-        engine, choice = self._choose_decode(without, self._held(placement.chain), "")
-        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"] + [choice]
-        self._took(engine, choice)
-        return engine
+        decoding, matched = self._decoding(without), self._held(placement.chain)
+        placement.decode, choice = self._choose("decode", decoding, matched)
+        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
+        self._book(placement, placement.decode, choice)
 
-    def sent(self, engine: KnownEngine, placement: EnginePlacement) -> None:
-        """The engine holds the prompt now."""
-        if placement.chain and not engine.left:
-            self._engines.index.stored(engine.number, placement.chain)
+    def computed(self, placement: EnginePlacement, leg: str) -> None:
+        """The leg's engine holds the prompt now."""
+        self._engines.loads.answered(f"{leg} {placement.number}")
+
+    def released(self, placement: EnginePlacement, leg: str) -> None:
+        """The leg has ended."""
+        self._engines.loads.released(f"{leg} {placement.number}")
 
     def _held(self, chain: Sequence[ChainHash]) -> Counter[int]:
         """How many tokens of the prompt each engine is assumed to hold, by number."""
-        found = self._engines.index.match(chain)
-        return Counter({e: blocks * BLOCK_BYTES // BYTES_PER_TOKEN for e, blocks in found.items()})
+        found = self._engines.prompts.match(chain)
+        return Counter({number: blocks * BLOCK_TOKENS for number, blocks in found.items()})
 
     def _prefilling(self, tried: Tried) -> list[KnownEngine]:
         """Of several that the client has named, the first."""
@@ -145,65 +148,51 @@ class Placer:
             )
         return reason
 
-    def _choose_decode(
-        self,
-        without: Set[int],
-        matched: Counter[int],
-        alone: str,
-        *,
-        computes: bool = False,
-    ) -> tuple[KnownEngine, LegChoice]:
-        """What it holds counts where it computes the prompt, or may: else the KV comes from the
-        prefill engine. computes: whether it must be able to."""
+    def _decoding(self, without: Set[int], *, computes: bool = False) -> list[KnownEngine]:
+        """At least one. computes: they must be able to compute a prompt. Raises NoWorkers."""
         decoding = [e for e in self._engines.all if e.decodes and e.usable]
         able = [
             e for e in decoding if e.number not in without and (e.decodes_alone or not computes)
         ]
-        if able:
-            return self._choose("decode", able, matched, by_prefix=bool(alone or self._limit))
         # These texts contain no addresses, because a client reads them.
         if not decoding:
             raise NoWorkers("no decode engine is healthy")
-        if computes:
+        if not able and computes:
             raise NoWorkers("no healthy engine can answer this request without a prefill engine")
-        raise NoWorkers("no other decode engine is healthy")
+        if not able:
+            raise NoWorkers("no other decode engine is healthy")
+        return able
 
     def _choose(
-        self,
-        leg: str,
-        able: Sequence[KnownEngine],
-        matched: Counter[int],
-        *,
-        by_prefix: bool = True,
+        self, leg: str, able: Sequence[KnownEngine], matched: Counter[int], alone: str = ""
     ) -> tuple[KnownEngine, LegChoice]:
-        """able: at least one. by_prefix: whether what they hold counts, beside load."""
-        roomy = [one for one in able if one.kv_usage < MAX_KV_USAGE] or able
-        weight = _KV_WEIGHT if by_prefix else 0.0
-        chosen = min(
-            roomy,
-            key=lambda one: (
-                one.load_tokens - weight * matched[one.number],
-                one.turns.get(leg, 0),
-            ),
+        """What a decode engine holds counts where it computes the prompt, or may: else the KV comes
+        from the prefill engine."""
+        counts, loads = leg == "prefill" or alone or self._limit, self._engines.loads
+        engines = {engine.number: engine for engine in able}
+        number, reason = loads.choose(
+            list(engines), matched if counts else {}, _KV_WEIGHT, kind=leg
         )
-        longest = max(matched[one.number] for one in able)
-        if len(able) == 1:
-            reason = "only"
-        elif not longest or not by_prefix:
-            reason = "load"
-        else:
-            reason = "prefix" if matched[chosen.number] == longest else "balance"
-        return chosen, LegChoice(
+        report = self._engines.load(number)
+        return engines[number], LegChoice(
             leg=leg,
-            engine=chosen.name,
+            engine=engines[number].name,
             reason=reason,
             of=len(able),
-            matched_tokens=matched[chosen.number],
-            load_tokens=chosen.load_tokens,
-            kv_usage=chosen.kv_usage,
+            matched_tokens=matched[number],
+            load_tokens=loads.of(number),
+            kv_usage=report.kv_usage if report is not None else 0.0,
         )
 
-    def _took(self, engine: KnownEngine, choice: LegChoice) -> None:
-        """The engine has its turn."""
-        self.choices[choice.leg, choice.reason] += 1
-        engine.turns[choice.leg] = next(self._turns)
+    def _book(self, placement: EnginePlacement, engine: KnownEngine, choice: LegChoice) -> None:
+        """The engine has its turn, and the leg's load."""
+        leg, held, tokens = choice.leg, choice.matched_tokens, placement.prompt_tokens
+        placement.choices.append(choice)
+        self.choices[leg, choice.reason] += 1
+        computes = leg == "prefill" or placement.prefill is None
+        # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
+        # prompt.
+        uncached = max(0, tokens - held) if computes else 0
+        new = placement.chain[held // BLOCK_TOKENS :]
+        request = OwnRequest(engine.number, new, tokens, uncached, kind=leg)
+        self._engines.loads.book(f"{leg} {placement.number}", request)

@@ -6,8 +6,9 @@ from dynamo_lite.routing.kv_chain import MAX_HASH, ChainHash
 
 #: Bytes per token: about the average of English text and source code.
 BYTES_PER_TOKEN = 4
-#: Bytes of a prompt's JSON per block; about 64 tokens.
+#: Bytes of a prompt's JSON per block, and about how many tokens these are.
 BLOCK_BYTES = 256
+BLOCK_TOKENS = BLOCK_BYTES // BYTES_PER_TOKEN
 
 
 def text_chain(prompt: bytes) -> list[ChainHash]:

@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import error
-from dynamo_lite.forward.engines import KnownEngine, engine_trust
+from dynamo_lite.forward.engines import KnownEngine, trust
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
-from dynamo_lite.forward.named import AllowedHosts, NotAllowed, accepted
+from dynamo_lite.forward.named import PREFILLER_HEADER, AllowedHosts, parse_host_port
 from dynamo_lite.forward.options import SidecarConfig
 from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.runtime.address import local_url
+from dynamo_lite.runtime.address import host_port, local_url
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
@@ -30,8 +30,8 @@ from dynamo_lite.runtime.process.stop import EXIT_STOPPED, StopRequest, stop_on_
 
 logger = logging.getLogger(__name__)
 
-#: Most prefill engines that are known at a time.
-MAX_PREFILLERS = 256
+#: Most prefill engines that one request may name, and that are known at a time.
+MAX_NAMED, MAX_PREFILLERS = 64, 256
 #: How long a prefill engine is checked after a client has named it.
 _NAMED_S = 60.0
 
@@ -48,15 +48,27 @@ class NamedPrefillers:
 
     async def find(self, names: Sequence[str]) -> list[KnownEngine]:
         """Raises Final."""
-        try:
-            found = accepted(names, self._allowed)
-        except ValueError as exc:
-            raise Final(error(400, "BadRequestError", str(exc))) from exc
-        except NotAllowed as exc:
-            if (held_back := self._refusals.allow()) is not None:
-                logger.warning("%s%s", exc, f" ({held_back} more)" if held_back else "")
-            raise Final(error(403, "PermissionDeniedError", str(exc))) from exc
+        found = dict.fromkeys(map(self._accepted, names))
+        if len(found) > MAX_NAMED:
+            text = f"{PREFILLER_HEADER}: at most {MAX_NAMED} engines"
+            raise Final(error(400, "BadRequestError", text))
         return list(await asyncio.gather(*map(self._engine, found)))
+
+    def _accepted(self, name: str) -> str:
+        """The name as HOST:PORT. Raises Final."""
+        try:
+            host, port = parse_host_port(name)
+        except ValueError as exc:
+            text = f"{PREFILLER_HEADER}: expected HOST:PORT, got {name[:100]!r}"
+            raise Final(error(400, "BadRequestError", text)) from exc
+        if host not in self._allowed:
+            text = (
+                f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
+                f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
+            )
+            self._refusals.log(logger, "%s", text)
+            raise Final(error(403, "PermissionDeniedError", text))
+        return host_port(host, port)
 
     async def _engine(self, name: str) -> KnownEngine:
         engine = self._known.get(name)
@@ -87,8 +99,8 @@ async def sidecar(config: SidecarConfig) -> AsyncIterator[tuple[str, ForwardServ
     Raises StartupError, ConfigError.
     """
     own, tls = config.forwarder, server_tls(config.forwarder)
-    # Read at the start, so that a mistake in it is reported before the first request.
-    engine_trust(config.prefillers)
+    if config.prefillers.secure:
+        trust(config.prefillers.ca_file)  # a mistake in it ends the start
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         sock = bind(own.host, own.port)

@@ -74,8 +74,9 @@ class Upstream:
         # A check shall see whether the engine still accepts connections.
         kept = None if leg == "check" else self._kept(place)
         connection = kept or await self._connect(engine, leg, place)
-        bodyless = method == "HEAD"
-        return connection.ask(engine, leg, head, body, self._idle_s, bodyless=bodyless)
+        answer = EngineAnswer(connection, engine, leg, self._idle_s, bodyless=method == "HEAD")
+        connection.ask(answer, (head, body) if body else (head,))
+        return answer
 
     async def fetch(
         self, engine: KnownEngine, path: str, *, within_s: float, at: _Address | None = None

@@ -48,7 +48,6 @@ class Forwarding:
                 tried.named = await self._named(incoming.named)
         except Final as refused:
             return await self._refuse(client, refused.answer)
-        self.stats.removed_fields += len(request.removed)
         note = client.note = RequestNote(request.route, incoming.client_id, self._config)
         if request.route:
             self.decisions.append(note)
@@ -65,19 +64,18 @@ class Forwarding:
             await self._until_answered(job)
             outcome = "answered"
         except (ClientGone, asyncio.CancelledError):
-            self.stats.gone += 1
             outcome = "client gone"
             raise
         except Final as final:
             outcome = "answered"
             await job.client.send(final.answer)
         except Broken as exc:
-            self.stats.broken += 1
             outcome = "broken"
             job.note.failed(exc)
             logger.warning("an answer broke off: %s", exc)
         finally:
             self.stats.in_flight -= 1
+            self.stats.ended[outcome] += 1
             job.note.ended(outcome)
 
     async def _until_answered(self, job: ForwardJob) -> None:
@@ -112,7 +110,7 @@ class Forwarding:
             noted.order = self._protocol.order_for(ids.prefill)
             order = orders.ORDERS[noted.order]
         job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
-        async with RequestAttempt(self._parts, job, placement, ids) as attempt:
+        with RequestAttempt(self._parts, job, placement, ids) as attempt:
             await order(attempt)
 
     def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:

@@ -1,8 +1,8 @@
 """The frontend's side: one connection per worker, for its requests and their tokens."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Self
 
 from dynamo_lite.protocol.errors import Refused, Unavailable
@@ -12,12 +12,6 @@ from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.tasks import end_tasks
-
-logger = logging.getLogger(__name__)
-
-#: Timeout of the TCP connection to a worker and of its Welcome.
-_CONNECT_TIMEOUT_S = 2.0
 
 
 class RemoteGenerateClient:
@@ -52,7 +46,6 @@ class RemoteGenerateClient:
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
         self._connections: dict[str, Connection] = {}
-        self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -60,12 +53,9 @@ class RemoteGenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
-        try:
-            await end_tasks(*self._connecting.values())
-        finally:
-            closed = [connection.closed for connection in self._connections.values()]
-            for connection in list(self._connections.values()):
-                connection.leave()
+        closed = [connection.closed for connection in self._connections.values()]
+        for connection in list(self._connections.values()):
+            connection.leave()
         if closed:  # `wait`, because a cancel must not cancel the futures of the connections
             await asyncio.wait(closed)
 
@@ -78,7 +68,8 @@ class RemoteGenerateClient:
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
-        connection = await self._connection(member.transport)
+        connection = self._connection(member.transport)
+        await connection.opened()
         if any(connection.runs(request.request_id) for connection in self._connections.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         timeout_s = self._request_timeout_s
@@ -103,7 +94,7 @@ class RemoteGenerateClient:
             connection.set_retired(address not in live)
         if not self._closed:
             for address in sorted(live):
-                self._open_connection(live[address])
+                self._connection(live[address])
 
     def is_connected(self, member: EndpointRecord) -> bool:
         """Whether requests can be sent to it without connecting first."""
@@ -116,62 +107,26 @@ class RemoteGenerateClient:
         if connection is not None:
             connection.abort(why)
 
-    async def _connection(self, transport: EndpointTransport) -> Connection:
-        """Returns the open connection to a worker. Concurrent callers share one attempt."""
+    def _connection(self, transport: EndpointTransport) -> Connection:
+        """The connection to a worker, which may not be open yet."""
         if self._closed:
             raise Unavailable("the client is closed")
-        found = self._open_connection(transport)
-        if isinstance(found, Connection):
-            return found
-        # `wait`, because a cancel of this caller must not end the attempt of the others.
-        await asyncio.wait([found])
-        if found.cancelled():
-            raise Unavailable("the client is closed")
-        return found.result()
-
-    def _open_connection(
-        self, transport: EndpointTransport
-    ) -> "Connection | asyncio.Task[Connection]":
-        """Returns the open connection, or the task that opens it."""
         address = transport.stream or ""
         connection = self._connections.get(address)
-        if connection is not None and connection.is_open:
-            return connection
-        connecting = self._connecting.get(address)
-        if connecting is None:
-            connecting = asyncio.create_task(self._connect(transport), name=f"connect {address}")
-            self._connecting[address] = connecting
-            connecting.add_done_callback(lambda task: self._connected(address, task))
-        return connecting
-
-    async def _connect(self, transport: EndpointTransport) -> Connection:
-        connection = Connection(
-            transport,
-            self._client_id,
-            self._on_deltas,
-            self._on_lost,
-            self._on_drop,
-            self._certificates,
-            self._component,
-        )
-        await connection.open(_CONNECT_TIMEOUT_S)
+        if connection is None or connection.is_over:
+            connection = self._connections[address] = Connection(
+                transport,
+                self._client_id,
+                self._on_deltas,
+                self._on_lost,
+                self._on_drop,
+                self._certificates,
+                self._component,
+            )
+            connection.closed.add_done_callback(partial(self._forget, address, connection))
         return connection
 
-    def _connected(self, address: str, task: asyncio.Task[Connection]) -> None:
-        del self._connecting[address]
-        if task.cancelled():
-            return
-        if exc := task.exception():
-            logger.warning("worker at %s: connecting failed: %s", address, exc)
-            return
-        connection = task.result()
-        if self._closed:
-            connection.leave()
-            return
-        self._connections[address] = connection
-        connection.closed.add_done_callback(lambda _: self._forget(address, connection))
-
-    def _forget(self, address: str, connection: Connection) -> None:
+    def _forget(self, address: str, connection: Connection, _: object) -> None:
         if self._connections.get(address) is connection:
             del self._connections[address]
 

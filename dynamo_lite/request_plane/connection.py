@@ -42,6 +42,8 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
+#: Timeout of the TCP connection to a worker and of its Welcome.
+_CONNECT_TIMEOUT_S = 2.0
 #: A worker that is not registered any more and sends nothing for this long is disconnected: one
 #: that is frozen gives its requests no end.
 RETIRED_SILENCE_S = 60.0
@@ -87,8 +89,10 @@ class Connection(FrameConnection):
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = loop.create_future()
-        #: Done when the connection is closed; the result is the reason.
+        #: Done when the connection is closed, or could not be made; the result is the reason.
         self.closed: asyncio.Future[str] = loop.create_future()
+        self._opening = loop.create_task(self._open(), name=f"connect {self._address}")
+        self._opening.add_done_callback(self._opening_ended)
 
     def __repr__(self) -> str:
         return (
@@ -99,13 +103,33 @@ class Connection(FrameConnection):
     def runs(self, request_id: str) -> bool:
         return request_id in self._wanted
 
-    async def open(self, timeout_s: float) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether no further request can be sent on it."""
+        return self.closed.done() or (self._opening.done() and not self.is_open)
+
+    async def opened(self) -> None:
+        """Returns when it is open. Raises Unavailable or DeadlineExceeded."""
+        # `wait`, because a cancel of this caller must not end what others wait for, too.
+        await asyncio.wait([self._opening])
+        if self._opening.cancelled():
+            raise Unavailable("the client is closed")
+        self._opening.result()
+
+    def _opening_ended(self, opening: asyncio.Task[None]) -> None:
+        failure = None if opening.cancelled() else opening.exception()
+        if failure is not None:
+            logger.warning("worker at %s: connecting failed: %s", self._address, failure)
+        if self._transport is None and not self.closed.done():
+            self.closed.set_result("no connection was made")
+
+    async def _open(self) -> None:
         """Connects and waits for the Welcome. Raises Unavailable or DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         welcomed = False
         try:
             host, port = parse_address(self._address)
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 tls = self._tls_context(host)
                 await loop.create_connection(
                     lambda: self,
@@ -121,9 +145,8 @@ class Connection(FrameConnection):
                 )
             welcomed = self._welcomed.done()
         except TimeoutError as exc:
-            raise DeadlineExceeded(f"connecting to the worker at {self._address}", timeout_s) from (
-                exc
-            )
+            what = f"connecting to the worker at {self._address}"
+            raise DeadlineExceeded(what, _CONNECT_TIMEOUT_S) from exc
         except (OSError, ValueError, ProtocolError) as exc:  # ValueError: an impossible host name
             why = self._explained(exc) or exc
             raise Unavailable(f"cannot reach the worker at {self._address}: {why}") from exc
@@ -237,6 +260,7 @@ class Connection(FrameConnection):
     def leave(self) -> None:
         """Closes without `on_lost`. The worker aborts the requests."""
         self._wanted.clear()
+        self._opening.cancel()
         self.abort("the client closed")
 
     # FrameConnection
@@ -283,6 +307,8 @@ class Connection(FrameConnection):
             self._silence.cancel()
         lost = sorted(i for i in self._wanted if i not in self._pending)
         self._wanted.clear()
+        if self.closed.done():
+            return  # it was given up before it was made
         self.closed.set_result(why)
         for request_id in list(self._pending):
             self._resolve(request_id, self._broken())
@@ -302,13 +328,10 @@ class Connection(FrameConnection):
         if self._retired and not self._wanted:
             self.close("the worker left")
 
-    def _watch_silence(self) -> None:
-        self._silence = asyncio.get_running_loop().call_later(
-            RETIRED_SILENCE_S, self._check_silence, self._frames_received
-        )
-
-    def _check_silence(self, frames_before: int) -> None:
+    def _watch_silence(self, frames_before: int = -1) -> None:
         if self._frames_received == frames_before:
             self.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
-        else:
-            self._watch_silence()
+            return
+        self._silence = asyncio.get_running_loop().call_later(
+            RETIRED_SILENCE_S, self._watch_silence, self._frames_received
+        )

@@ -13,20 +13,18 @@ from dynamo_lite.routing.kv_chain import ChainHash
 
 #: One in this many blocks is evicted at a time when there are too many.
 _EVICTED_PART = 256
-#: One match in this many is noted for the eviction: popular blocks are matched often.
+#: One match in this many makes its blocks the youngest: popular ones are matched often.
 _SAMPLE = 16
 #: Most bit sets whose workers are remembered.
 _MAX_NAMED = 4096
-#: At most one in this many blocks is noted.
-_NOTED_PART = 8
 
 
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
     block_size: for its users, in tokens or bytes. max_blocks: most different blocks. Beyond it
-    those are evicted that were stored longest ago and not matched lately, whichever workers hold
-    them. evicted: how many were.
+    those are evicted that were stored or matched longest ago, whichever workers hold them.
+    evicted: how many were.
     """
 
     def __init__(self, block_size: int, max_blocks: int):
@@ -46,7 +44,6 @@ class KvIndex:
         #: Of each worker, what it was promised for and has not stored since.
         self._promised: dict[int, set[ChainHash]] = {}
         self._matches = 0
-        self._matched: set[ChainHash] = set()
 
     def __len__(self) -> int:
         """Different blocks."""
@@ -108,8 +105,8 @@ class KvIndex:
             left, end = left & ~workers, last
         if found:
             self._matches += 1
-            if self._matches % _SAMPLE == 0:
-                self._note(hashes, found[0][0])
+            if self._matches % _SAMPLE == 0 and 2 * len(self) > self._max_blocks:
+                self._keep(hashes[: found[0][0]])
         return found
 
     def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
@@ -170,30 +167,16 @@ class KvIndex:
         bit = self._bits[worker] = 1 << slot
         return bit
 
-    def _note(self, hashes: Sequence[ChainHash], count: int) -> None:
-        """Notes that the first `count` blocks are in use."""
-        if 2 * len(self) > self._max_blocks:
-            if len(self._matched) > self._max_blocks // _NOTED_PART:
-                self._matched.clear()
-            self._matched.update(islice(hashes, count))
+    def _keep(self, hashes: Iterable[ChainHash]) -> None:
+        """Blocks that are in use become the youngest."""
+        held = self._held
+        for key in hashes:
+            if workers := held.pop(key, 0):
+                held[key] = workers
 
     def _evict(self) -> None:
-        """A dictionary keeps its order, so the oldest come first. Blocks that were matched since
-        the last eviction are moved to the end once."""
-        held = self._held
-        room = self._max_blocks // _EVICTED_PART
-        excess = len(held) - self._max_blocks + room
-        going: list[ChainHash] = []
-        staying: list[ChainHash] = []
-        for key in held:
-            if len(going) >= excess:
-                break
-            (staying if key in self._matched else going).append(key)
-        missing = excess - len(going)
-        going, staying = going + staying[:missing], staying[missing:]
-        for key in going:
-            del held[key]
-        for key in staying:
-            held[key] = held.pop(key)
-        self._matched.difference_update(staying)
-        self.evicted += len(going)
+        """A dictionary keeps its order, so the oldest come first."""
+        excess = len(self) - self._max_blocks + self._max_blocks // _EVICTED_PART
+        for key in list(islice(self._held, excess)):
+            del self._held[key]
+        self.evicted += excess

@@ -4,8 +4,7 @@ The best score wins.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache, partial
 
 from dynamo_lite.protocol.errors import NoWorkers
@@ -22,25 +21,6 @@ from dynamo_lite.routing.worker_loads import KvView, OwnRequest, WorkerLoads
 REASONS = ("only", "session", "prefix", "load", "balance")
 
 _MAX_SESSIONS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One member that may take the request. Amounts are prompt tokens."""
-
-    member: EndpointRecord
-    #: What the member holds, or will hold.
-    matched: int
-    #: What it computes before this prompt.
-    load: int
-    #: What it is assumed to hold at least, because it had the session's last request.
-    credit: int = 0
-
-
-def score(candidate: Candidate, options: KvRoutingOptions) -> float:
-    """Higher is better."""
-    held = max(candidate.matched, candidate.credit)
-    return options.kv_weight * held - candidate.load
 
 
 class KvPicker(Picker):
@@ -64,37 +44,34 @@ class KvPicker(Picker):
         request: GenerateRequest,
         without: Set[int] = frozenset(),
     ) -> Selection:
-        members = [member for member in members if member.lease_id not in without]
-        if not members:
+        by_lease = {m.lease_id: m for m in members if m.lease_id not in without}
+        if not by_lease:
             raise NoWorkers("no live worker")
         prompt = request.prompt_token_ids
         if request.output_token_ids:
             prompt = prompt + request.output_token_ids
         hashes = cache(partial(_hashes, request, prompt))
-        matched = self._match(members, hashes)
+        matched = self._match(by_lease, hashes)
         home = self._sessions.get(request.session) if request.session else None
-        candidates = [
-            Candidate(
-                member,
-                matched.get(member.lease_id, 0),
-                self.loads.of(member.lease_id),
-                len(prompt) if member.lease_id == home else 0,
-            )
-            for member in members
-        ]
-        chosen, reason = self._choose(candidates, home)
-        self._note(chosen, reason, request.session, len(prompt))
-        lease_id, new = chosen.member.lease_id, list[ChainHash]()
+        lease_id, reason = self.loads.choose(
+            list(by_lease), matched, self.options.kv_weight, home=home, credit=len(prompt)
+        )
+        held, load = matched.get(lease_id, 0), self.loads.of(lease_id)
+        self.choices[reason] += 1
+        self.prompt_tokens += len(prompt)
+        self.matched_tokens += held
+        if request.session:
+            self._remember(request.session, lease_id)
+        new = list[ChainHash]()
         if (index := self._view.index(lease_id)) is not None:
-            new = list(hashes(index.block_size)[chosen.matched // index.block_size :])
+            new = list(hashes(index.block_size)[held // index.block_size :])
         self.loads.book(
-            request.request_id,
-            OwnRequest(lease_id, new, len(prompt), len(prompt) - chosen.matched),
+            request.request_id, OwnRequest(lease_id, new, len(prompt), len(prompt) - held)
         )
         return Selection(
-            chosen.member,
-            f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
-            f" {chosen.load} tokens are queued there; {len(candidates)} candidates",
+            by_lease[lease_id],
+            f"{reason}: it holds {held} of {len(prompt)} tokens, and {load} tokens are queued"
+            f" there; {len(by_lease)} candidates",
         )
 
     def answered(self, request_id: str) -> None:
@@ -104,45 +81,23 @@ class KvPicker(Picker):
         self.loads.released(request_id)
 
     def _match(
-        self, members: Sequence[EndpointRecord], hashes: Callable[[int], Sequence[ChainHash]]
+        self, workers: Iterable[int], hashes: Callable[[int], Sequence[ChainHash]]
     ) -> dict[int, int]:
         """How many of the prompt's first tokens workers hold, or will hold."""
         matched: dict[int, int] = {}
         # An index has workers of one block size.
-        views = (self._view.index(member.lease_id) for member in members)
+        views = map(self._view.index, workers)
         for index in dict.fromkeys(index for index in views if index is not None):
             size = index.block_size
             found = index.match(hashes(size))
             matched |= {worker: count * size for worker, count in found.items()}
         return matched
 
-    def _choose(self, candidates: Sequence[Candidate], home: int | None) -> tuple[Candidate, str]:
-        """Equally good ones take turns."""
-        loads = self.loads
-        fit = [c for c in candidates if loads.has_room(c.member.lease_id)] or candidates
-        turn = {c.member.lease_id: loads.own(c.member.lease_id).turn for c in fit}
-        chosen = min(fit, key=lambda c: (-score(c, self.options), turn[c.member.lease_id]))
-        if len(candidates) == 1:
-            return chosen, "only"
-        if chosen.member.lease_id == home:
-            return chosen, "session"
-        longest = max(c.matched for c in candidates)
-        if not longest:
-            return chosen, "load"
-        return chosen, "prefix" if chosen.matched == longest else "balance"
-
-    def _note(
-        self, chosen: Candidate, reason: str, session: str | None, prompt_tokens: int
-    ) -> None:
-        lease_id = chosen.member.lease_id
-        self.choices[reason] += 1
-        self.prompt_tokens += prompt_tokens
-        self.matched_tokens += chosen.matched
-        if session:
-            self._sessions[session] = lease_id
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > _MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+    def _remember(self, session: str, lease_id: int) -> None:
+        self._sessions[session] = lease_id
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
 
 def _hashes(

@@ -5,7 +5,6 @@ already.
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -35,8 +34,7 @@ class Picker(ABC):
         """Places the request; a cancelled wait places nothing. Raises NoWorkers when there is no
         candidate.
 
-        members: as long as none joins or leaves, the same tuple in each call, so that a picker
-        may keep what it has made of them. without: lease ids of members that are no candidates.
+        without: lease ids of members that are no candidates.
         """
 
     def answered(self, request_id: str) -> None:  # noqa: B027
@@ -55,8 +53,6 @@ class RoundRobin(Picker):
 
     def __init__(self) -> None:
         self._last = -1
-        self._members: Sequence[EndpointRecord] = ()
-        self._sorted: list[EndpointRecord] = []
 
     def pick(
         self,
@@ -64,16 +60,12 @@ class RoundRobin(Picker):
         request: GenerateRequest,
         without: Set[int] = frozenset(),
     ) -> Selection:
-        if members is not self._members or not isinstance(members, tuple):
-            self._members, self._sorted = members, sorted(members, key=_lease_id)
-        order = self._sorted
-        first = bisect_right(order, self._last, key=_lease_id)
-        for i in range(len(order)):
-            member = order[(first + i) % len(order)]
-            if member.lease_id not in without:
-                self._last = member.lease_id
-                return Selection(member, f"round-robin among {len(members)}")
-        raise NoWorkers("no live worker")
+        able = (member for member in members if member.lease_id not in without)
+        chosen = min(able, key=lambda m: (m.lease_id <= self._last, m.lease_id), default=None)
+        if chosen is None:
+            raise NoWorkers("no live worker")
+        self._last = chosen.lease_id
+        return Selection(chosen, f"round-robin among {len(members)}")
 
 
 class Random(Picker):
@@ -96,7 +88,3 @@ class Random(Picker):
         if not members:
             raise NoWorkers("no live worker")
         return Selection(members[self._below(len(members))], f"random among {len(members)}")
-
-
-def _lease_id(member: EndpointRecord) -> int:
-    return member.lease_id

@@ -1,4 +1,6 @@
-"""The load of each worker as a router knows it: our requests to it, and those of other routers.
+"""The load of each worker as a router knows it, and which worker is best for a prompt.
+
+A load is our requests to a worker, and those of other routers.
 
 Reports and KV events only show a request once it is running. Until then the next choice must know
 of it: requests with the same prefix should follow it, and others should see that the worker is
@@ -6,8 +8,8 @@ busier.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -27,11 +29,11 @@ LOST_S = 40.0
 class KvView(Protocol):
     """What is known of the workers, by lease id."""
 
-    def load(self, lease_id: int) -> Load | None:
+    def load(self, lease_id: int, /) -> Load | None:
         """None without a recent report."""
         ...
 
-    def index(self, lease_id: int) -> KvIndex | None:
+    def index(self, lease_id: int, /) -> KvIndex | None:
         """Where its blocks are; None for a worker that does not publish its blocks."""
         ...
 
@@ -47,6 +49,8 @@ class OwnRequest:
     prompt_tokens: int
     #: Prompt tokens that have to be computed; 0 after the first token.
     prefill_tokens: int
+    #: Workers take turns in each kind of requests by themselves.
+    kind: str = ""
 
 
 @dataclass(slots=True)
@@ -57,8 +61,8 @@ class OwnLoad:
     #: Sums of those fields of `OwnRequest`.
     prompt_tokens: int = 0
     prefill_tokens: int = 0
-    #: When it was last chosen, as a number that grows; 0: never.
-    turn: int = 0
+    #: When it was last chosen, by kind, as a number that grows.
+    turns: dict[str, int] = field(default_factory=dict[str, int])
     #: Requests and tokens of other routers, by its last report.
     others: tuple[int, int] = (0, 0)
     #: It reports fewer requests than ours: since when, and how many fewer at least.
@@ -69,11 +73,12 @@ class WorkerLoads:
     """Requests are known by their ids; unknown ids are ignored.
 
     Requests in a worker's report that are not ours belong to other routers. Their cache hits are
-    not known, so all of their prompt tokens count.
+    not known, so all of their prompt tokens count. lost_s: `LOST_S`; infinite where the end of each
+    request is known.
     """
 
-    def __init__(self, view: KvView):
-        self._view = view
+    def __init__(self, view: KvView, lost_s: float = LOST_S):
+        self._view, self._lost_s = view, lost_s
         self._requests: dict[str, OwnRequest] = {}
         self._own: defaultdict[int, OwnLoad] = defaultdict(OwnLoad)
         self._turn = 0
@@ -95,7 +100,38 @@ class WorkerLoads:
             requests, tokens = requests + ours.others[0], tokens + ours.others[1]
         return tokens + requests * REQUEST_LOAD_TOKENS
 
-    def has_room(self, lease_id: int) -> bool:
+    def choose(
+        self,
+        workers: Sequence[int],
+        matched: Mapping[int, int],
+        kv_weight: float,
+        *,
+        home: int | None = None,
+        credit: int = 0,
+        kind: str = "",
+    ) -> tuple[int, str]:
+        """The best one of at least one worker, and why (`REASONS` of `kv_routing.py`).
+
+        matched: how many of the prompt's tokens workers hold, or will hold. home: counts as if it
+        held `credit` tokens at least. Equally good ones take turns.
+        """
+
+        def rank(worker: int) -> tuple[float, int]:
+            held = max(matched.get(worker, 0), credit if worker == home else 0)
+            turn = self._own[worker].turns.get(kind, 0)
+            return self.of(worker) - kv_weight * held, turn
+
+        chosen = min(list(filter(self._has_room, workers)) or workers, key=rank)
+        if len(workers) == 1:
+            return chosen, "only"
+        if chosen == home:
+            return chosen, "session"
+        longest = max(matched.get(worker, 0) for worker in workers)
+        if not longest:
+            return chosen, "load"
+        return chosen, "prefix" if matched.get(chosen, 0) == longest else "balance"
+
+    def _has_room(self, lease_id: int) -> bool:
         report = self._view.load(lease_id)
         return report is None or report.kv_usage < MAX_KV_USAGE
 
@@ -109,7 +145,7 @@ class WorkerLoads:
         self._turn += 1
         self._requests[request_id] = request
         own = self._own[request.worker]
-        own.turn = self._turn
+        own.turns[request.kind] = self._turn
         own.requests += 1
         own.prompt_tokens += request.prompt_tokens
         own.prefill_tokens += request.prefill_tokens
@@ -161,7 +197,7 @@ class WorkerLoads:
         ours = self._own[lease_id]
         since, least = ours.missing or (now, missing)
         least = min(least, missing)
-        if least > 0 and now - since >= LOST_S:
+        if least > 0 and now - since >= self._lost_s:
             self._release_oldest(lease_id, least)
             since, least = now, missing - least
         ours.missing = (since, least) if least > 0 else None

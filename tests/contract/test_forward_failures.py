@@ -85,8 +85,8 @@ def handover_begins() -> Iterator[asyncio.Event]:
         leg_ends(note, taken, failure)
         begun.set()
 
-    def first(one: RequestAttempt, how: str, reason: str = "") -> None:
-        begins(one, how, reason)
+    def first(one: RequestAttempt) -> None:
+        begins(one)
         begun.set()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ async def broken_off(r: Rig, *, until: bytes = b"", then: asyncio.Event | None =
                 shown += part
                 if then is not None and until in shown:
                     then.set()
-    assert r.forwarding.stats.broken == 1
+    assert r.forwarding.stats.ended["broken"] == 1
     return shown
 
 
@@ -451,7 +451,7 @@ async def test_what_fails_after_the_first_token_breaks_the_answer_off():
         r.decode[0].keep_alive = b": keep-alive"
         with pytest.raises(aiohttp.ClientPayloadError):
             await ends_after_its_answer(r, stream=True)
-        assert r.forwarding.stats.broken == 1
+        assert r.forwarding.stats.ended["broken"] == 1
 
 
 async def test_a_first_token_that_is_the_last_is_shown_once():
@@ -695,7 +695,7 @@ async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str,
             asked.cancel()
             for leg in (*r.prefill[0].legs, *r.decode[0].legs):
                 await aborted(leg)
-        assert r.forwarding.stats.gone == 1
+        assert r.forwarding.stats.ended["client gone"] == 1
 
 
 @pytest.mark.parametrize("name", TWO_LEGS)

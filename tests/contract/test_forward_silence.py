@@ -70,7 +70,7 @@ async def quick(
 
 
 async def waits(engine: KnownEngine, legs: int = 1) -> None:
-    await eventually(lambda: engine.legs >= legs, 30)
+    await eventually(lambda: len(engine.on_end) >= legs, 30)
 
 
 async def fails(r: Rig, engine: KnownEngine, times: int) -> None:
@@ -119,14 +119,14 @@ async def test_a_slow_page_of_metrics_delays_no_check(monkeypatch: pytest.Monkey
         await read.wait()
         checked.set()
 
-    async def read_load(upstream: object, engine: KnownEngine) -> None:
+    async def read_load(engine: KnownEngine) -> None:
         read.set()
         await asyncio.Event().wait()
 
     async with rig(decode=2) as r:
         await r.check()
         monkeypatch.setattr(health, "check", check)
-        monkeypatch.setattr(health, "read_load", read_load)
+        monkeypatch.setattr(r.engines, "read_load", read_load)
         async with r.engines:
             await asyncio.wait_for(checked.wait(), 30)
 

@@ -29,6 +29,7 @@ from dynamo_lite.protocol.generate import (
     decode_client_frame,
     decode_worker_frame,
 )
+from dynamo_lite.request_plane import connection
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import (
     MAX_UNSENT_BYTES,
@@ -314,6 +315,17 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     await eventually(lambda: not remote.server._sessions)
     await remote.client.submit(remote.member, generate_request("b"))
     assert remote.outputs.lost == []
+
+
+async def test_a_worker_that_left_and_says_nothing_loses_its_requests(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connection, "RETIRED_SILENCE_S", 0.3)
+    await setup.client.submit(setup.member, generate_request("a"))
+    setup.client.retain([])
+    await eventually(lambda: bool(setup.outputs.lost))
+    [(lost, why)] = setup.outputs.lost
+    assert lost == ["a"] and "the worker left and sent nothing" in why
 
 
 # A peer that is not ours

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.request_plane.server import GenerateServer
@@ -111,22 +111,20 @@ async def test_a_link_that_is_cut_loses_what_runs_on_it(opened: Open):
     assert setup.outputs.deltas[1] == tokens("c", 3, finish="stop")
 
 
-async def test_a_cancel_that_comes_with_the_welcome_closes_the_connection():
-    """No caller has the connection, so none would close it."""
+async def test_a_client_that_leaves_with_the_welcome_closes_the_connection():
     outputs = Outputs()
     async with GenerateServer(FakeEngine()) as server:
         member = endpoint_record(stream=server.stream_address)
         link = Connection(member.transport, "front", outputs.on_deltas, outputs.on_lost)
-        opening = asyncio.create_task(link.open(5.0))
         receive = link.frame_received
 
-        def receive_and_cancel(payload: bytes) -> None:
+        def receive_and_leave(payload: bytes) -> None:
             receive(payload)
-            opening.cancel()
+            link.leave()
 
-        link.frame_received = receive_and_cancel
-        await asyncio.wait([opening])
-        assert opening.cancelled()
+        link.frame_received = receive_and_leave
+        with pytest.raises(Unavailable):
+            await link.opened()
         async with asyncio.timeout(5):
             await asyncio.wait([link.closed])
         assert link.closed.done()

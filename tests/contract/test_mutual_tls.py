@@ -153,7 +153,7 @@ async def test_requests_go_to_other_hosts_over_tls_only():
     record = EndpointTransport(nats_tcp="s", stream="10.0.0.9:1")
     connection = Connection(record, "c", lambda _: None, lambda _a, _b: None)
     with pytest.raises(Unavailable, match="on another host, and its record says: without TLS"):
-        await connection.open(0.5)
+        await connection.opened()
 
 
 async def test_new_certificates_are_used_by_new_connections_and_old_ones_go_on(

@@ -9,17 +9,18 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from dynamo_lite.forward import bodies, headers, health
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.engines import KnownEngine, StockEngineLoad, parse_load
+from dynamo_lite.forward.engines import KnownEngine, parse_load
 from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import CannotServe, Placer, Tried
+from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Placer, Tried
 from dynamo_lite.forward.prompts import BLOCK_BYTES, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
 
@@ -40,9 +41,23 @@ def request(**fields: Any) -> ClientRequest:
     return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
 
 
+def ended(one: Placer, placed: EnginePlacement, *, computed: bool = True) -> EnginePlacement:
+    """An attempt has ended."""
+    for leg in ("prefill", "decode"):
+        if computed:
+            one.computed(placed, leg)
+        one.released(placed, leg)
+    return placed
+
+
+def place(one: Placer, tried: Tried | None = None, **fields: Any) -> EnginePlacement:
+    """Of an attempt that ends at once, without an answer."""
+    return ended(one, one.place(request(**fields), tried or Tried()), computed=False)
+
+
 def chosen(one: Placer, times: int = 1) -> list[int]:
     """The decode engines of requests of equal prompts."""
-    return [one.place(request(), Tried()).decode.number for _ in range(times)]
+    return [place(one).decode.number for _ in range(times)]
 
 
 async def test_turns_are_fair_while_engines_come_and_go():
@@ -60,7 +75,7 @@ async def test_turns_are_fair_while_engines_come_and_go():
 
 async def test_each_leg_has_turns_of_its_own_among_engines_of_both_roles():
     one, _ = placer(*["prefill-decode"] * 3)
-    placed = [one.place(request(), Tried()) for _ in range(12)]
+    placed = [place(one) for _ in range(12)]
     assert {each.decode.number for each in placed} == {0, 1, 2}
     assert {each.prefill.number for each in placed if each.prefill} == {0, 1, 2}
 
@@ -98,58 +113,61 @@ async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
 
 def test_load_and_prefixes():
     one, _ = placer("decode")
-    [choice] = one.place(request(), Tried()).choices
+    [choice] = place(one).choices
     assert (choice.reason, choice.of) == ("only", 1)
     one, engines = placer("decode", "decode", "decode", "prefill", "prefill")
-    asked = request(prompt="x" * 512)
-    placed = one.place(asked, Tried())
-    for number in (0, 3):
-        one.sent(engines.all[number], placed)
+    prompt = "x" * 512
+    sent = ended(one, one.place(request(prompt=prompt), Tried()))
+    assert sent.prefill is not None
     # Equally loaded ones take turns, where prefixes do not count.
-    for engine, load in zip(engines.all, (5, 3, 3), strict=False):
-        engine.waiting_tokens = load
-    assert [one.place(asked, Tried()).decode.number for _ in range(3)] == [1, 2, 1]
+    engines.reported(sent.decode, Load(1))
+    others = [place(one, prompt=prompt).decode.number for _ in range(3)]
+    assert sent.decode.number not in others and len(set(others)) == 2
     # A prefix is worth more than load, up to a point.
-    for load, expected in ((250, (3, "prefix")), (260, (4, "balance"))):
-        engines.all[3].waiting_tokens = load
-        placed = one.place(asked, Tried())
-        assert placed.prefill is not None
-        assert (placed.prefill.number, placed.choices[0].reason) == expected
+    for requests, reason in ((7, "prefix"), (9, "balance")):
+        engines.reported(sent.prefill, Load(requests))
+        placed = place(one, prompt=prompt)
+        assert (placed.prefill is sent.prefill) == (reason == "prefix")
+        assert placed.choices[0].reason == reason
 
 
 def test_a_full_engine_gets_nothing_while_another_has_room():
     one, engines = placer("decode", "decode")
     full, busy = engines.all
-    full.kv_usage, busy.waiting_tokens = 0.99, 9
+    engines.reported(full, Load(kv_usage=0.99))
+    engines.reported(busy, Load(9))
     assert chosen(one, 2) == [1, 1]
-    busy.kv_usage = 0.99
+    engines.reported(busy, Load(9, kv_usage=0.99))
     assert chosen(one) == [0]
 
 
 async def test_engines_hold_the_prompts_that_they_were_sent():
     one, engines = placer("decode", "decode")
-    engine = engines.all[1]
 
     def held(prompt: str) -> list[int]:
         """Of each engine, in blocks."""
-        found = engines.index.match(text_chain(request(prompt=prompt).prompt))
+        found = engines.prompts.match(text_chain(request(prompt=prompt).prompt))
         return [found.get(engine.number, 0) for engine in engines.all]
 
     prompt = "".join(map(chr, range(35, 90))) * 20
-    one.sent(engine, one.place(request(prompt=prompt), Tried()))
     full = (1 + len(prompt)) // BLOCK_BYTES
+    begun = one.place(request(prompt=prompt), Tried())
+    assert begun.decode is engines.all[0] and held(prompt) == [full, 0]
+    ended(one, begun, computed=False)
+    assert held(prompt) == [0, 0]
+    engine = ended(one, one.place(request(prompt=prompt), Tried())).decode
+    assert engine is engines.all[1]
     assert held(prompt + "x" * 300) == [0, full]
     assert held("y" + prompt) == [0, 0]
     assert text_chain(b"x" * (BLOCK_BYTES - 1)) == []
-    engines.lost(engine, LegFailed(engine, "decode", "refused", ""))
+    engines.failed(engine, LegFailed(engine, "decode", "refused", ""))
     engine.passed()
     assert held(prompt) == [0, 0]
     placed = one.place(request(prompt=prompt), Tried())
-    one.sent(engine, placed)
-    assert len(engines.index) == full
-    engines.remove(engine)
-    one.sent(engine, placed)  # a leg that was open then has ended
-    assert len(engines.index) == 0
+    assert len(engines.prompts) == full
+    engines.remove(placed.decode)
+    ended(one, placed)  # a leg that was open then has ended
+    assert len(engines.prompts) == 0
 
 
 @pytest.mark.parametrize(
@@ -171,15 +189,15 @@ def test_load_is_read_of_vllm_and_sglang():
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
         'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
     )
-    assert parse_load(vllm) == StockEngineLoad(6, 0.5, waiting=2)
+    assert parse_load(vllm) == Load(4, 2, 0.5)
     sglang = "sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n"
-    assert parse_load(sglang) == StockEngineLoad(3, 0.0, 1)
+    assert parse_load(sglang) == Load(2, 1)
     assert parse_load("process_cpu_seconds_total 1\nvllm:num_requests_running x\n") is None
     for value in ("NaN", "+Inf", "-Inf", "1e400", "-1"):
         page = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
         assert parse_load(page) is None
         waiting = f"{page}vllm:num_requests_waiting 2\n"
-        assert parse_load(waiting) == StockEngineLoad(2, 0.0, waiting=2)
+        assert parse_load(waiting) == Load(0, 2)
 
 
 def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> KnownEngine:
@@ -194,7 +212,9 @@ def test_an_engine_with_both_roles_takes_one_leg_of_a_request():
         placed = one.place(request(), tried)
         assert placed.prefill is not None and not placed.alone
         assert placed.prefill is not placed.decode
-        assert one.place_decode(placed, tried) is not placed.prefill
+        one.place_decode(placed, tried)
+        assert placed.decode is not placed.prefill
+        assert [choice.leg for choice in placed.choices] == ["prefill", "decode"]
     alone = one.place(request(n=2), Tried())
     assert (alone.prefill, alone.alone) == (None, "n")
     one, _ = placer("prefill-decode")  # a lone one does everything
@@ -217,6 +237,19 @@ def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
         only_pair.place(request(echo=True), Tried())
 
 
+def test_a_leg_is_load_until_it_has_ended():
+    one, engines = placer("prefill", "decode")
+    loads = engines.loads
+    placed = one.place(request(prompt="x" * 398), Tried())
+    assert [loads.of(number) for number in (0, 1)] == [132, 32]
+    engines.reported(engines.all[0], Load(3, 2))  # four of others
+    assert loads.of(0) == 132 + 4 * 32
+    one.computed(placed, "prefill")
+    assert loads.of(0) == 5 * 32
+    ended(one, placed)
+    assert not loads.requests and loads.of(0) == 4 * 32
+
+
 def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     one = engine()
     assert not one.usable and one.passed() and one.usable
@@ -226,16 +259,34 @@ def test_an_engine_needs_two_failures_or_one_refusal_to_be_unhealthy():
     assert one.passed() and one.failed("refused", at_once=True)
 
 
+def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
+    one = engine("prefill", "nixl-push")
+    first, second = {"remote_engine_id": "a"}, {"remote_engine_id": "b"}
+    for identity in (first, None, first):
+        one.learned(identity)
+        assert (one.varies, one.peer.identity) == (False, identity)
+    one.learned(second)
+    assert one.varies and one.peer.identity is None
+    assert one.protocol.order_for(one.peer) == "serial"
+    one.forget()
+    one.learned(first)
+    assert not one.varies and one.peer.identity == first
+
+
+def listens(**fields: Any) -> tuple[str, int]:
+    peer = engine(**fields).peer
+    return peer.host, peer.port
+
+
 def test_where_a_handover_listens():
-    assert engine(protocol="mooncake").transfer_address == ("10.0.0.1", 8998)
+    assert listens(protocol="mooncake") == ("10.0.0.1", 8998)
     for port, kvt in ((8000, 28000), (45535, 65535)):
-        at = engine(protocol="kvt-batch", url=f"http://10.0.0.1:{port}")
-        assert at.transfer_address == ("10.0.0.1", kvt)
-    own = engine(protocol="kvt-batch", url="http://a:50000", transfer_host="b", transfer_port=7)
-    assert own.transfer_address == ("b", 7)
+        assert listens(protocol="kvt-batch", url=f"http://10.0.0.1:{port}") == ("10.0.0.1", kvt)
+    own = {"url": "http://a:50000", "transfer_host": "b", "transfer_port": 7}
+    assert listens(protocol="kvt-batch", **own) == ("b", 7)
     for good in ("10.1.0.1", "fe80::1", "decode-0.decode.prod.svc.cluster.local", "node_7", "h."):
-        assert engine(transfer_host=good).transfer_address[0] == good
-    for bad in ("", "0.0.0.0", "::", "*", "[::1]", "10.0.0.1:6301", "10.0.0.300", "tcp://h", "a b"):
+        assert listens(transfer_host=good)[0] == good
+    for bad in ("", "0.0.0.0", "::", "*", "[::1]", "tcp://h", "a b"):
         with pytest.raises(ValueError, match="transfer-host is"):
             engine(transfer_host=bad)
 
@@ -334,20 +385,16 @@ def test_joined_engines_are_sorted_out():
     options = EngineOptions(url="http://10.0.0.3:80", role="decode")
     # The one that was there first.
     assert usable == {"10.0.0.3:80": (options, records[2])}
-    assert {key: why.reason for key, why in unused.items()} == {
-        ("10.0.0.3:80", "3"): "twice",
-        ("10.0.0.9:80", "4"): "twice",
-        ("http://10.0.0.5:80", "5"): "protocol",
-        ("http://10.0.0.6:80", "6"): "options",
-        ("http://[::1", "7"): "options",
-        ("http://10.0.0.8:80", "8"): "options",
+    told = {
+        "3": "http://10.0.0.3:80 (decode): it is already known by lease 2",
+        "4": "http://10.0.0.9:80 (decode): it is already known in this Forwarder's configuration",
+        "5": "http://10.0.0.5:80 (decode): it speaks sglang, and this Forwarder nixl",
+        "6": "http://10.0.0.6:80 (encode): Invalid enum value 'encode'",
+        "7": "http://[::1 (decode): expected http://HOST:PORT",
+        "8": "http://10.0.0.8:80 (decode): a Frontend may not register it",
     }
-    for url, said in (
-        ("http://10.0.0.5:80", "speaks sglang, and this Forwarder nixl"),
-        ("http://10.0.0.6:80", "Invalid enum value 'encode'"),
-        ("http://[::1", "expected http://HOST:PORT"),
-    ):
-        assert any(said in why.trouble for (one, _), why in unused.items() if one == url)
+    assert unused.keys() == told.keys()
+    assert all(unused[lease].startswith(why) for lease, why in told.items())
     high = [record(1, url="http://a:50000", protocol="kvt-batch")]
     _, unused = sort_out(high, [], ForwarderConfig(protocol="kvt-batch"))
-    assert "at port 70000" in next(iter(unused.values())).trouble
+    assert "at port 70000" in unused["1"]

@@ -579,11 +579,11 @@ def test_blocks_that_landed_under_another_claim_do_not_count(decode):
     assert unclaimed(decode) == 1
 
 
-@pytest.mark.parametrize("claim", [100, 143, 144, 399])
+@pytest.mark.parametrize("claim", [100, 275, 276, 1299])
 def test_what_comes_before_a_claim_is_bounded(decode, claim):
     said(decode, expect={"a1": "r1"})
-    said(decode, *(of_claim(100 + i) for i in range(300)))
-    # The last 256 are known.
-    known = claim >= 144
+    said(decode, *(of_claim(100 + i) for i in range(1200)))
+    # The last 1,024 are known.
+    known = claim >= 276
     assert said(decode, claims={"a1": claim}) == (({"r1"}, set()) if known else NOTHING)
-    assert not known or unclaimed(decode) == 299
+    assert not known or unclaimed(decode) == 1023

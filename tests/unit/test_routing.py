@@ -34,7 +34,7 @@ def test_random_is_reproducible_and_reaches_everybody():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_members_that_are_left_out_change_nothing_for_the_others(seed: int):
-    """As if they were no members; also where the same tuple comes again, out of order."""
+    """As if they were no members."""
     rng = random.Random(seed)
     pairs = [
         (RoundRobin(), RoundRobin()),

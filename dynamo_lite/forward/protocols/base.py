@@ -124,9 +124,9 @@ class ForwardProtocol:
     #: What the decode leg needs of the prefill leg's answer; None if that has it not: then the
     #: decode leg computes the prompt itself.
     extract: Callable[[PrefillAnswer], Any] = lambda answer: None
-    #: Why the engine that gave the answer cannot hand over by this protocol, and what to do; empty:
-    #: nothing speaks against it. Such an answer never reaches a decode engine.
-    mismatch: Callable[[PrefillAnswer], str] = lambda answer: ""
+    #: `transfer_mode` in the prefill leg's answer, where vLLM tells it, from 0.32 on. An answer of
+    #: the other mode never reaches a decode engine, which would end or wait for minutes.
+    transfer_mode: str = ""
     #: Parallel only: the engine's identity in an answer (`Peer.identity`), if it has one. Until it
     #: is known, the legs of the prefill engine are serial. None: legs need no identity.
     learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] | None = None

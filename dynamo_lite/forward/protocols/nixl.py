@@ -3,7 +3,6 @@ writes it). Source: vLLM 0.32, `nixl/{pull,push}_scheduler.py`, `push_worker.py`
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from dynamo_lite.forward.protocols.base import (
@@ -41,19 +40,6 @@ def returned_params(answer: PrefillAnswer) -> Any:
     return raw if bytes(raw).startswith(b"{") else None
 
 
-def _mode_is_not(mode: str, change: str, answer: PrefillAnswer) -> str:
-    """Why the prefill engine does not fit; empty if it does, or if its mode is not known (engines
-    before vLLM 0.32 do not tell it).
-
-    A decode engine that gets the parameters of the other connector ends its process, or waits for
-    minutes.
-    """
-    found = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
-    if found is None or found == mode:
-        return ""
-    return f"it hands over with transfer_mode {str(found)[:20]!r}, not {mode!r}: {change}"
-
-
 def hand_over(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
     return Leg({**body, "kv_transfer_params": handoff}, attempt.decode_headers)
 
@@ -64,11 +50,7 @@ PULL = ForwardProtocol(
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=returned_params,
-    mismatch=partial(
-        _mode_is_not,
-        "pull",
-        "start all engines with NixlConnector, or give the protocol nixl-push here",
-    ),
+    transfer_mode="pull",
     decode=hand_over,
 )
 
@@ -100,11 +82,7 @@ PUSH = ForwardProtocol(
     routes=VLLM_ROUTES,
     prefill=ask_for_prefill,
     extract=identity,
-    mismatch=partial(
-        _mode_is_not,
-        "push",
-        "start all engines with NixlPushConnector, or give the protocol nixl here",
-    ),
+    transfer_mode="push",
     learn=identity,
     decode=_expect_push,
 )

@@ -159,7 +159,7 @@ async def test_submit_while_another_one_connects(cancel: Cancel):
         await endpoint.works()
 
 
-@at_every_await(at_least=2)
+@at_every_await(at_least=1)
 async def test_the_end_of_a_generate_client(cancel: Cancel):
     """With a request that runs, and one whose connection is being made."""
     net, outputs = network(), Outputs()
