@@ -12,6 +12,7 @@ from dynamo_lite.disagg.engine import DecodeEngine, KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
+from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, Leave
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import applied
@@ -91,6 +92,7 @@ class LoadedWorker:
     ):
         self._host, self._config, self._options = host, config, options
         self._engine, self._server = engine, server
+        self._publisher: KvPublisher | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         #: Requests that its drain did not finish.
         self._cut_off = 0
@@ -156,7 +158,7 @@ class LoadedWorker:
     async def _publish_to_routers(self, stack: AsyncExitStack) -> None:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""
         host, events = self._host, self._engine.kv_events
-        publisher = KvPublisher(
+        self._publisher = publisher = KvPublisher(
             host.messaging,
             namespace=host.spec.namespace,
             component=host.spec.component,
@@ -213,7 +215,7 @@ class LoadedWorker:
     async def on_first_token(self, payload: bytes) -> None:
         delta = self._engine.first_token(decode_first_token(payload))
         if delta is not None:
-            self._server.deliver([delta])
+            self._send([delta])
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
@@ -230,7 +232,13 @@ class LoadedWorker:
 
     async def _deliver(self) -> None:
         async for deltas in self._engine.steps():
-            self._server.deliver(deltas)
+            self._send(deltas)
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        """Sends deltas to the Frontends."""
+        self._server.deliver(deltas)
+        if self._publisher is not None:
+            self._publisher.load_changed()
 
     async def _or_disconnect(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Until the engine has failed: then all Frontends hear of it at once."""
