@@ -121,4 +121,4 @@ def test_join_needs_them_where_others_reach_it(tmp_path: Path):
     folder = graph_folder(tmp_path / "certificates")
     expire(folder, "Engine")
     bad = invoke(*local, "--bind-host", "0.0.0.0", "--certificates", str(folder))
-    assert bad.returncode == 2 and f"{folder}/Engine.pem: it has expired" in bad.stderr
+    assert bad.returncode == 2 and "certificate has expired" in bad.stderr
