@@ -36,31 +36,17 @@ OnHealth = Callable[[frozenset[int], frozenset[int]], None]
 
 
 @dataclass
-class MemberHealth:
-    """One member, as its heartbeats show it. `HealthMonitor` writes what the methods do not."""
-
+class _Member:
     #: When it was last known to be healthy, or when its timeout began.
     well_at: float
-    #: Number of the newest heartbeat.
-    number: int = -1
-    #: The content of the newest heartbeat.
-    ok: bool = True
-    detail: str = ""
+    #: The newest one.
+    heartbeat: Heartbeat
     #: Whether heartbeats are missing.
     silent: bool = False
 
     @property
     def responsive(self) -> bool:
-        return self.ok and not self.silent
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong; empty when only heartbeats are missing, or nothing."""
-        return "" if self.ok else self.detail or "it cannot work"
-
-    def take(self, heartbeat: Heartbeat) -> None:
-        """It is the newest one."""
-        self.number, self.ok, self.detail = heartbeat.number, heartbeat.ok, heartbeat.detail
+        return self.heartbeat.ok and not self.silent
 
 
 class HealthMonitor:
@@ -82,7 +68,7 @@ class HealthMonitor:
     ):
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
-        self._members: dict[int, MemberHealth] = {}
+        self._members: dict[int, _Member] = {}
         #: The roster's members, and the healthy ones of them as long as nothing changes.
         self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
@@ -119,7 +105,9 @@ class HealthMonitor:
         member = self._members.get(lease_id)
         if member is None or member.responsive:
             return ""
-        return member.trouble or f"no heartbeat for {self.silent_for(lease_id):.1f} s"
+        if member.heartbeat.ok:
+            return f"no heartbeat for {self.silent_for(lease_id):.1f} s"
+        return member.heartbeat.detail or "it cannot work"
 
     @property
     def receives_heartbeats(self) -> bool:
@@ -129,7 +117,7 @@ class HealthMonitor:
     def is_known_unwell(self, lease_id: int) -> bool:
         """Whether its last heartbeat reports it as unhealthy; missing ones do not."""
         member = self._members.get(lease_id)
-        return member is not None and not member.ok
+        return member is not None and not member.heartbeat.ok
 
     def silent_for(self, lease_id: int) -> float:
         """Seconds since the member was last known to be healthy; 0 if it is no member."""
@@ -177,34 +165,37 @@ class HealthMonitor:
     async def _on_heartbeat(self, payload: bytes) -> None:
         heartbeat = decode_heartbeat(payload)
         member = self._members.get(heartbeat.lease_id)
-        if member is not None and heartbeat.number > member.number:
+        if member is not None and heartbeat.number > member.heartbeat.number:
             self._update(heartbeat.lease_id, heartbeat)
 
     def _update(self, lease_id: int, heartbeat: Heartbeat | None) -> None:
-        member = self._members.get(lease_id)
-        if member is None:
+        if (member := self._members.get(lease_id)) is None:
             return
-        before = member.responsive
-        member.silent = False
+        before, member.silent = member.responsive, False
         if heartbeat is not None:
-            member.take(heartbeat)
-        if member.responsive != before:
-            self._known = None
-        if member.ok:
+            member.heartbeat = heartbeat
+        if member.heartbeat.ok:
             member.well_at = self._now()
-        if member.responsive and not before:
-            logger.info("worker %x is healthy again", lease_id)
-            self._listeners.notify(frozenset({lease_id}), frozenset())
-        elif before and not member.responsive:
-            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
-            self._listeners.notify(frozenset(), frozenset({lease_id}))
+        if member.responsive != before:
+            self._changed(frozenset({lease_id}), member.responsive)
+
+    def _changed(self, lease_ids: frozenset[int], well: bool) -> None:
+        self._known = None  # other threads read `responsive`
+        for lease_id in lease_ids:
+            if well:
+                logger.info("worker %x is healthy again", lease_id)
+            else:
+                logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
+        none = frozenset[int]()
+        self._listeners.notify(*((lease_ids, none) if well else (none, lease_ids)))
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
         self._known = None
         for lease_id in left:
             self._members.pop(lease_id, None)
         for lease_id in joined:
-            self._members[lease_id] = MemberHealth(self._now())
+            none_yet = Heartbeat(lease_id=lease_id, number=-1, ok=True)
+            self._members[lease_id] = _Member(self._now(), none_yet)
 
     def _on_connection(self, connected: bool) -> None:
         if connected:
@@ -224,11 +215,7 @@ class HealthMonitor:
         silent = frozenset(
             i for i, m in self._members.items() if m.responsive and now - m.well_at >= SILENT_S
         )
-        if not silent:
-            return
         for lease_id in silent:
             self._members[lease_id].silent = True
-        self._known = None  # after that: other threads read `responsive`
-        for lease_id in silent:
-            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
-        self._listeners.notify(frozenset(), silent)
+        if silent:
+            self._changed(silent, False)
