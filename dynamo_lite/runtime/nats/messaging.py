@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Self
 
 from nats import errors
@@ -23,7 +24,7 @@ from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection, SendReply
+from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection
 from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
@@ -134,27 +135,20 @@ class NatsMessaging:
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         """See `Messaging.serve`. Entering returns when the server has the subscription."""
-        dispatcher = Dispatcher(subject, handler)
+        async with Dispatcher(subject, handler) as dispatcher:
 
-        async def deliver(message: Msg) -> None:
-            # By a reply to any other subject a user could send there with our rights.
-            inbox = message.reply.startswith(DEFAULT_INBOX_PREFIX.decode())
-            reply = self._reply_to(message.reply) if inbox else None
-            await dispatcher.submit(message.data, reply)
+            async def deliver(message: Msg) -> None:
+                # By a reply to any other subject a user could send there with our rights.
+                inbox = message.reply.startswith(DEFAULT_INBOX_PREFIX.decode())
+                reply = partial(self.publish, message.reply) if inbox else None
+                await dispatcher.submit(message.data, reply)
 
-        subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
-        try:
-            yield
-        except GeneratorExit:
-            # The context was never left, and the event loop closes it: nothing can be awaited.
-            drop(subscription)
-            dispatcher.cancel()
-            raise
-        except BaseException:
-            dispatcher.cancel()
-            await _unsubscribe(subscription, dispatcher)
-            raise
-        await _unsubscribe(subscription, dispatcher)
+            subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
+            try:
+                yield
+                await _drain(subscription)
+            finally:
+                drop(subscription)
 
     async def _subscribe(
         self, subject: str, deliver: Callable[[Msg], Awaitable[None]]
@@ -172,12 +166,6 @@ class NatsMessaging:
                     ) from exc
                 raise
         return subscription
-
-    def _reply_to(self, inbox: str) -> SendReply:
-        async def reply(payload: bytes) -> None:
-            await self.publish(inbox, payload)
-
-        return reply
 
     async def _all_refuse(self) -> None:
         """Raises the last server's reason when all servers have refused."""
@@ -257,19 +245,13 @@ class NatsMessaging:
         self._listeners.notify(True)
 
 
-async def _unsubscribe(subscription: Subscription, dispatcher: Dispatcher) -> None:
+async def _drain(subscription: Subscription) -> None:
     """Messages that the server sends before it knows are still handled."""
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await subscription.drain()
     except (errors.Error, OSError, TimeoutError) as exc:
         logger.debug("%s: unsubscribed without a flush: %r", subscription.subject, exc)
-    except asyncio.CancelledError:
-        dispatcher.cancel()
-        raise
-    finally:
-        drop(subscription)
-        await dispatcher.join()
 
 
 def _server_urls(address: ServerAddress) -> list[str]:
