@@ -33,10 +33,11 @@ from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
     EXIT_STOPPED,
     StopRequest,
+    end_when_hung,
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
-from dynamo_lite.runtime.tasks import first_of
+from dynamo_lite.runtime.tasks import first_of, running
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,12 @@ def run(
 ) -> int:
     """Returns the exit code. say: shows a line of progress, with a name in front."""
     logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
-    return uvloop.run(_join(spec, options, _reporter(say)))
+
+    async def run() -> int:
+        async with running(end_when_hung(), name="watchdog"):
+            return await _join(spec, options, _reporter(say))
+
+    return uvloop.run(run())
 
 
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:

@@ -6,17 +6,13 @@ and no host names. Both sides of a connection show one.
 """
 
 import contextlib
-import logging
-import os
 import ssl
 from pathlib import Path
 from urllib.parse import quote
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.credentials import open_to_others
-from dynamo_lite.runtime.tls import TlsFiles, load_pair
-
-logger = logging.getLogger(__name__)
+from dynamo_lite.runtime.tls import Reread, TlsFiles, load_pair
 
 SCHEME = "dynamo-lite://"
 #: OpenSSL's names of what is wrong with a certificate contain one of these.
@@ -48,31 +44,26 @@ def with_files(url: str, folder: Path | None, component: str) -> str:
 
 
 class Certificates:
-    """One component's certificate and key, and the authority of its graph.
-
-    The files are read again when they have changed. While they cannot be used then, what was read
-    before stays in use, which is logged.
-    """
+    """One component's certificate and key, and the authority of its graph; see `Reread`."""
 
     def __init__(self, folder: Path, namespace: str, component: str):
         """Raises ConfigError, which names the file and what is wrong with it."""
         self.folder, self.namespace, self.component = folder, namespace, component
         self.files = files_of(folder, component)
-        self._read_at = self._stamp()
-        self._contexts = self._load()
+        self._contexts = Reread(self.files, self._load)
 
     def client(self) -> ssl.SSLContext:
         """The context for a new connection to a server, which is to be checked by `refusal`."""
-        return self._current()[0]
+        return self._contexts.current()[0]
 
     def server(self) -> ssl.SSLContext:
         """The context for a connection that was accepted. The client must have a certificate of the
         authority, and is to be checked by `refusal`."""
-        return self._current()[1]
+        return self._contexts.current()[1]
 
     def open_server(self) -> ssl.SSLContext:
         """As `server`, but a client may have no certificate."""
-        return self._current()[2]
+        return self._contexts.current()[2]
 
     def refusal(self, connection: ssl.SSLObject | None, *components: str) -> str:
         """Why the peer of this connection is none of these components of the graph; empty if it is
@@ -101,20 +92,6 @@ class Certificates:
         if "ALERT" in text and any(word in text for word in _OF_CERTIFICATES):
             return f"it does not accept {self.files.cert}: {failure}"
         return ""
-
-    def _current(self) -> list[ssl.SSLContext]:
-        if (stamp := self._stamp()) != self._read_at:
-            self._read_at = stamp
-            try:
-                self._contexts = self._load()
-                logger.info("the certificates in %s were read again", self.folder)
-            except (ConfigError, OSError) as exc:  # OSError: replaced in this moment
-                logger.error("%s; what was read before stays in use", str(exc).rstrip("."))
-        return self._contexts
-
-    def _stamp(self) -> list[tuple[int, int] | None]:
-        """Changes when a file or its mode does, or the link that Kubernetes makes of it."""
-        return [_version(path) for path in (self.files.ca, self.files.cert, self.files.key)]
 
     def _load(self) -> list[ssl.SSLContext]:
         """For a client, a server that demands a certificate, and one that takes clients without.
@@ -146,15 +123,6 @@ class Certificates:
             remedy = "remove it and its key, and make new ones: `dynamo-lite access certs`"
             raise ConfigError([f"{files.cert}: {why}; {remedy}"])
         return made
-
-
-def _version(path: Path | None) -> tuple[int, int] | None:
-    """None: missing."""
-    try:
-        status = os.stat(path or "")
-    except OSError:
-        return None
-    return status.st_ctime_ns, status.st_ino
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject:

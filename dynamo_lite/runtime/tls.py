@@ -1,11 +1,19 @@
 """TLS: checks and loads the PEM files of clients (NATS, etcd, engines) and of HTTP servers."""
 
+import logging
+import os
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from dynamo_lite.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,42 @@ class TlsFiles:
         file cannot be read."""
         ca = self.ca or ssl.get_default_verify_paths().cafile
         return _read("ca", ca), _read("key", self.key), _read("cert", self.cert)
+
+
+class Reread(Generic[T]):
+    """What `make` has made of files. It is made again when they have changed; while they cannot be
+    used, which is logged, what was made before stays in use. files: None if there are none."""
+
+    def __init__(self, files: TlsFiles | None, make: Callable[[], T]):
+        """Raises what `make` raises."""
+        self._paths = () if files is None else (files.ca, files.cert, files.key)
+        self._make = make
+        self._stamps = self._look()
+        self._made = make()
+
+    def current(self) -> T:
+        if (stamps := self._look()) != self._stamps:
+            self._stamps = stamps
+            names = ", ".join(str(path) for path in self._paths if path)
+            try:
+                self._made = self._make()
+                logger.info("%s were read again", names)
+            except (ConfigError, OSError) as exc:  # OSError: replaced in this moment
+                logger.error("%s; what was read before stays in use", str(exc).rstrip("."))
+        return self._made
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        """Changes when a file or its mode does, or the link that Kubernetes makes of it."""
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path | None) -> tuple[int, int] | None:
+    """None: missing."""
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return None
+    return status.st_ctime_ns, status.st_ino
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:

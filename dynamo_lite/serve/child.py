@@ -21,6 +21,8 @@ import uvloop
 from dynamo_lite.runtime.process.component import ProcessSpec, Report
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.imports import import_large
+from dynamo_lite.runtime.process.stop import end_when_hung
+from dynamo_lite.runtime.tasks import running
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +52,9 @@ def main(path: str, descriptor: int) -> int:
     from dynamo_lite.runtime.process.host import run_process
 
     async def run() -> NoReturn:
-        # Within it: the end of `uvloop.run` waits for threads, and one may hang on a file.
-        leave(await run_process(plan.spec, component, report))
+        async with running(end_when_hung(), name="watchdog"):
+            # Within it: the end of `uvloop.run` waits for threads, and one may hang on a file.
+            leave(await run_process(plan.spec, component, report))
 
     return uvloop.run(run())
 

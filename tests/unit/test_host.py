@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -311,3 +313,22 @@ async def test_a_missing_server_is_a_failed_start(run: Run) -> None:
     assert await run.start() == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
     assert run.worker.calls == []
+
+
+def test_a_process_whose_event_loop_hangs_is_ended_and_says_where():
+    program = """
+import asyncio, time
+from dynamo_lite.runtime.process import stop
+from dynamo_lite.runtime.tasks import running
+stop.HUNG_S = 0.5
+def hang(): time.sleep(60)
+async def main():
+    async with running(stop.end_when_hung(), name="watchdog"):
+        await asyncio.sleep(1.5)
+        print("it ran", flush=True)
+        hang()
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True)
+    assert ended.returncode == 1 and ended.stdout == b"it ran\n"
+    assert b"in hang" in ended.stderr

@@ -1,4 +1,4 @@
-"""Which of a roster's members are healthy, by their heartbeats (`heartbeat.py`).
+"""Heartbeats, and which of a roster's members are healthy by them.
 
 A registered member may be unable to work: stopped, stuck, or with an engine that does not
 reply. Missing or bad heartbeats show this long before its lease expires, and new ones show
@@ -7,6 +7,7 @@ when it is healthy again.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
@@ -23,6 +26,7 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_PERIOD_S = 1.0
 #: A member without a heartbeat for this long is unhealthy.
 SILENT_S = 4.0
 #: After a delay of this process none is marked for this long: heartbeats in its own buffers are
@@ -31,8 +35,30 @@ SECOND_LOOK_S = 1.0
 #: How often missing heartbeats are looked for.
 _LOOK_S = 0.2
 
+#: Whether a worker is healthy, and what is wrong if it is not.
+HealthVerdict = tuple[bool, str]
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
+
+
+async def publish_heartbeats(
+    messaging: Messaging,
+    *,
+    namespace: str,
+    component: str,
+    lease_id: int,
+    verdict: Callable[[], HealthVerdict],
+) -> None:
+    """Publishes one worker's heartbeats until it is cancelled. From then on only the worker's
+    registration counts."""
+    subject = names.health_subject(namespace, component)
+    for number in itertools.count():
+        ok, detail = verdict()
+        heartbeat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail=detail[:512])
+        # Without a broker no process expects heartbeats.
+        with contextlib.suppress(Unavailable):
+            await messaging.publish(subject, encode(heartbeat))
+        await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
 @dataclass

@@ -25,8 +25,13 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection
-from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
-from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
+from dynamo_lite.runtime.nats.client import (
+    PersistentClient,
+    TlsClient,
+    TlsMismatch,
+    drop,
+    is_forbidden,
+)
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.runtime.tls import tls_refusal

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -17,6 +18,8 @@ EXIT_OWNED_TASK_FAILED = 70
 EXIT_LEASE_EXPIRED = 75
 EXIT_FORCED = 130
 
+HUNG_S = 120.0
+
 
 def loss_exit_code(loss: LeaseLoss) -> int:
     """75 makes the supervisor start a new process; after a revocation it must not."""
@@ -26,6 +29,19 @@ def loss_exit_code(loss: LeaseLoss) -> int:
 def end_process() -> None:
     """For threads beside the main one, whose exceptions would not reach it."""
     os._exit(EXIT_OWNED_TASK_FAILED)
+
+
+async def end_when_hung() -> None:
+    """Until it is cancelled: ends the process, with the stacks of its threads on stderr, when its
+    event loop has not run for `HUNG_S`. Its lease is lost then, and its supervisor starts another
+    one. The watchdog is a thread of the interpreter's, which needs no lock of it. One per process.
+    """
+    try:
+        while True:
+            faulthandler.dump_traceback_later(HUNG_S, exit=True)
+            await asyncio.sleep(HUNG_S / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Interrupted(Exception):
