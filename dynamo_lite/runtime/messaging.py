@@ -5,14 +5,13 @@
 """
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol, Self
 
-from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -34,7 +33,8 @@ OnConnection = Callable[[bool], None]
 class Messaging(Protocol):
     @property
     def connected(self) -> bool:
-        """Whether the broker is connected and has this process's subscriptions.
+        """Whether the broker is connected and has this process's subscriptions; also true in a
+        process that needs no broker.
 
         Other processes may reconnect a little later than this one, so NoResponders just after
         a reconnect does not mean that a process is dead.
@@ -84,9 +84,6 @@ class Dispatcher:
         self._tasks = OwnedTasks()
         self._log_limit = LogLimit()
 
-    def __repr__(self) -> str:
-        return f"Dispatcher({self._subject!r}, running={len(self._tasks)})"
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -117,29 +114,3 @@ class Dispatcher:
         except Exception:
             if self._log_limit.allow() is not None:
                 logger.exception("%s: the handler failed", self._subject)
-
-
-class NoBroker:
-    """The messaging of a process that needs no broker. `connected` is true, because no connection
-    is missing. Every call that would need a broker raises BrokerUnavailable."""
-
-    connected = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing to close."""
-
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
-        """There is never a change."""
-        return contextlib.nullcontext()
-
-    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        raise BrokerUnavailable("this process has no broker")
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        raise BrokerUnavailable("this process has no broker")
-
-    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
-        raise BrokerUnavailable("this process has no broker")

@@ -32,7 +32,7 @@ class TlsFiles:
         Raises ConfigError when a file cannot be read or is invalid.
         """
         for name, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
-            _read(name, path)
+            read_file(name, path)
         try:
             context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
@@ -47,7 +47,7 @@ class TlsFiles:
         """Authorities, client key and client certificate, for gRPC. Raises ConfigError when a
         file cannot be read."""
         ca = self.ca or ssl.get_default_verify_paths().cafile
-        return _read("ca", ca), _read("key", self.key), _read("cert", self.cert)
+        return read_file("ca", ca), read_file("key", self.key), read_file("cert", self.cert)
 
 
 class Reread(Generic[T]):
@@ -89,7 +89,7 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     """The context of an HTTP server. Raises ConfigError when a file is missing or invalid."""
     for name, path in (("tls-cert", cert), ("tls-key", key)):
-        _read(name, path)
+        read_file(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
     load_pair(context, cert, key, "tls-cert", "tls-key")
@@ -108,8 +108,8 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path, *names: str) -> No
         raise ConfigError([message]) from exc
 
 
-def _read(name: str, path: Path | str | None) -> bytes | None:
-    """The file's content; None without a file. Raises ConfigError."""
+def read_file(name: str, path: Path | str | None) -> bytes | None:
+    """The file's content; None without a file. name: of the option. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -117,8 +117,7 @@ def _read(name: str, path: Path | str | None) -> bytes | None:
     except (OSError, ValueError) as exc:  # ValueError: a name with a null byte
         why = exc.strerror if isinstance(exc, OSError) else exc
         shown = str(path).replace("\0", "%00")
-        message = f"{name}={shown} cannot be read ({why}); name an existing PEM file."
-        raise ConfigError([message]) from exc
+        raise ConfigError([f"{name}={shown} cannot be read ({why})."]) from exc
 
 
 #: Error texts of OpenSSL, BoringSSL and gRPC for refused handshakes, and their meanings.

@@ -1,5 +1,6 @@
 """Large imports in a thread: the garbage collector is off during them, and on again afterwards."""
 
+import asyncio
 import gc
 import runpy
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.runtime.process import imports
-from dynamo_lite.runtime.process.imports import import_in_thread, import_large
+from dynamo_lite.runtime.process.imports import import_large
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 async def test_nothing_is_collected_during_an_import(large: str):
-    await import_in_thread(large)
+    await asyncio.to_thread(import_large, large)
     assert sys.modules[large].COLLECTS is False
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
@@ -31,14 +32,14 @@ async def test_nothing_is_collected_during_an_import(large: str):
 
 async def test_the_collector_is_on_after_an_import_that_fails(large: str):
     with pytest.raises(ModuleNotFoundError):
-        await import_in_thread(f"{large}_that_is_not_there")
+        await asyncio.to_thread(import_large, f"{large}_that_is_not_there")
     assert gc.isenabled()
 
 
 async def test_a_second_import_exempts_nothing_from_collection(large: str):
     import_large(large)
     gc.unfreeze()
-    await import_in_thread(large)
+    await asyncio.to_thread(import_large, large)
     assert gc.get_freeze_count() == 0
 
 

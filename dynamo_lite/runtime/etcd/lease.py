@@ -53,10 +53,6 @@ class EtcdLease:
         #: The highest revision of the store that it was refreshed at.
         self._seen = 0
 
-    def __repr__(self) -> str:
-        state = self._loss.value if self._loss else f"{self.remaining_s():.1f} s left"
-        return f"EtcdLease({self.id:x}, {state})"
-
     @property
     def loss(self) -> LeaseLoss | None:
         if self._loss is None and self._boottime() >= self.deadline:

@@ -63,9 +63,6 @@ class EtcdStore:
         self._backend = backend
         self._connected: EtcdClient | None = None
 
-    def __repr__(self) -> str:
-        return f"EtcdStore({self._url}, {'open' if self._connected else 'closed'})"
-
     async def __aenter__(self) -> Self:
         """Raises StartupError when etcd does not reply in time, or refuses, and ConfigError when
         a file that its URL names cannot be read any more."""

@@ -15,6 +15,7 @@ from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 from dynamo_lite.runtime.etcd.client import EtcdClient
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,7 @@ class EtcdWatch:
     def __init__(self, client: EtcdClient, prefix: str):
         self._client = client
         self._prefix = prefix
-        self._broken = False
-
-    def __repr__(self) -> str:
-        return f"EtcdWatch({self._prefix!r})"
+        self._log_limit = LogLimit(60.0)
 
     async def events(self) -> AsyncGenerator[WatchEvent]:
         """Endless. A cancelled wait for the next event ends it."""
@@ -58,7 +56,9 @@ class EtcdWatch:
                     async for event in events:
                         yield event
             except _UNREACHABLE as exc:
-                self._note_broken(exc)
+                why = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
+                said = "watch on %s disconnected, retrying: %s"
+                self._log_limit.log(logger, said, self._prefix, why)
             except asyncio.CancelledError:
                 # gRPC also raises this for a call that it has cancelled itself.
                 task = asyncio.current_task()
@@ -83,7 +83,6 @@ class EtcdWatch:
                 if response.canceled:
                     await self._on_refused(response)
                     return
-                self._note_healthy()
                 for event in response.events:
                     key = text(event.kv.key)
                     put = event.type == rpc.Event.PUT
@@ -98,17 +97,6 @@ class EtcdWatch:
         why = response.cancel_reason
         logger.error("etcd refuses the watch on %s, retrying: %s", self._prefix, why)
         await asyncio.sleep(_REFUSED_PAUSE_S)
-
-    def _note_broken(self, exc: BaseException) -> None:
-        if not self._broken:
-            self._broken = True
-            reason = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
-            logger.warning("watch on %s disconnected, retrying: %s", self._prefix, reason)
-
-    def _note_healthy(self) -> None:
-        if self._broken:
-            self._broken = False
-            logger.info("watch on %s reconnected", self._prefix)
 
 
 def text(key: bytes) -> str:

@@ -23,6 +23,7 @@ from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,6 @@ class HealthMonitor:
         #: The roster's members, and the healthy ones of them as long as nothing changes.
         self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
-        self._timer: asyncio.TimerHandle | None = None
-        #: No member is marked as silent before.
-        self._trusted_until = 0.0
         self._stack = contextlib.AsyncExitStack()
         if registry is not None:
             Gauge(
@@ -108,10 +106,6 @@ class HealthMonitor:
                 "Members that are registered, but silent or unable to work",
                 registry=registry,
             ).set_function(lambda: len(roster.members) - len(self.responsive))
-
-    def __repr__(self) -> str:
-        unwell = sorted(f"{i:x}" for i, m in self._members.items() if not m.responsive)
-        return f"HealthMonitor({self._subject!r}, unresponsive={unwell})"
 
     @property
     def responsive(self) -> Members:
@@ -161,8 +155,7 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self._look(self._now())
-            stack.callback(self._stop_looking)
+            await stack.enter_async_context(running(self._look(), name="missing heartbeats"))
             stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
@@ -173,10 +166,6 @@ class HealthMonitor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    def _stop_looking(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -230,14 +219,18 @@ class HealthMonitor:
 
     # Missing heartbeats
 
-    def _look(self, due: float) -> None:
+    async def _look(self) -> None:
         """Marks the members that are silent."""
-        now = self._now()
-        self._timer = asyncio.get_running_loop().call_at(now + _LOOK_S, self._look, now + _LOOK_S)
-        if now > due + SECOND_LOOK_S / 2:
-            self._trusted_until = now + SECOND_LOOK_S
-        if not self._messaging.connected or now < self._trusted_until:
-            return
+        trusted_from = due = self._now()
+        while True:
+            if (now := self._now()) > due + SECOND_LOOK_S / 2:
+                trusted_from = now + SECOND_LOOK_S
+            if self._messaging.connected and now >= trusted_from:
+                self._mark(now)
+            due = now + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+
+    def _mark(self, now: float) -> None:
         silent = frozenset(
             i for i, m in self._members.items() if m.responsive and now - m.well_at >= SILENT_S
         )

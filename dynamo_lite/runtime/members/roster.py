@@ -57,9 +57,6 @@ class Roster:
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
         self._stack = contextlib.AsyncExitStack()
 
-    def __repr__(self) -> str:
-        return f"Roster({self._prefix!r}, members={len(self._members)})"
-
     @property
     def members(self) -> Members:
         """Sorted by key."""

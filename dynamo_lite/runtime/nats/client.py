@@ -38,8 +38,8 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol.command import unsub_cmd
 
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError
+from dynamo_lite.runtime.credentials import user_jwt
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.runtime.tls import Reread, TlsFiles
 
@@ -126,7 +126,7 @@ class PersistentClient(Client):
             return super()._connect_command()
         except (errors.Error, OSError):
             raise
-        except BadCredentials as exc:
+        except ConfigError as exc:
             raise errors.Error(str(exc)) from exc
         except Exception as exc:  # of the package that signs
             raise errors.Error(f"its key cannot be used: {type(exc).__name__}") from exc

@@ -45,7 +45,8 @@ _AUTHORIZATION = "authorization violation"
 class NatsMessaging:
     """Implements `Messaging`; `client` is the underlying nats-py connection.
 
-    url: see `parse_nats_url`.
+    url: see `parse_nats_url`; empty for a process that needs no broker, where every call that would
+    need one raises BrokerUnavailable.
     """
 
     def __init__(
@@ -58,16 +59,13 @@ class NatsMessaging:
         """Raises ConfigError when `url` is not a NATS URL."""
         self._on_drop = on_drop
         self._url = redact(url)
-        self._address = parse_nats_url(url)
+        self._address = parse_nats_url(url) if url else None
         self._connect_timeout_s = connect_timeout_s
         self._client: Client | None = None
         self._outage = False
         self._listeners = Listeners[[bool]]("the connection")
         self._refusals: asyncio.Queue[str] = asyncio.Queue()
         self._log_limit = LogLimit()
-
-    def __repr__(self) -> str:
-        return f"NatsMessaging({self._url}, connected={self.connected})"
 
     @property
     def client(self) -> Client:
@@ -79,7 +77,10 @@ class NatsMessaging:
     @property
     def connected(self) -> bool:
         # nats-py counts as connected before it has sent the subscriptions again.
-        return self._client is not None and self._client.is_connected and not self._outage
+        client = self._client
+        if client is None:
+            return self._address is None
+        return client.is_connected and not self._outage
 
     @property
     def clustered(self) -> bool:
@@ -96,11 +97,13 @@ class NatsMessaging:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError on a timeout, or when all servers refuse the connection."""
-        client = TlsClient(self._address.tls) if self._address.tls else PersistentClient()
+        if (address := self._address) is None:
+            return self
+        client = TlsClient(address.tls) if address.tls else PersistentClient()
         try:
             # With endless reconnects the first connect never gives up either.
             async with asyncio.timeout(self._connect_timeout_s):
-                await first_of(self._open(client), self._all_refuse())
+                await first_of(self._open(client, address), self._all_refuse(len(address.hosts)))
         except (errors.Error, OSError, TimeoutError, ValueError) as exc:
             await _close(client)
             reason = _reason(client.last_error or exc) or "timeout, no server has answered"
@@ -172,15 +175,14 @@ class NatsMessaging:
                 raise
         return subscription
 
-    async def _all_refuse(self) -> None:
+    async def _all_refuse(self, servers: int) -> None:
         """Raises the last server's reason when all servers have refused."""
         refusal = ""
-        for _ in self._address.hosts:
+        for _ in range(servers):
             refusal = await self._refusals.get()
         raise errors.Error(refusal)
 
-    async def _open(self, client: Client) -> None:
-        address = self._address
+    async def _open(self, client: Client, address: ServerAddress) -> None:
         await client.connect(
             _server_urls(address),
             tls=address.tls.context() if address.tls else None,

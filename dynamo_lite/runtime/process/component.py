@@ -100,7 +100,7 @@ class Component(Protocol):
         ...
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Host:
     """What a process offers to its component: servers, registration, owned tasks."""
 

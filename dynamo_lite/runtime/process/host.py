@@ -12,7 +12,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import (
     REGISTRY,
@@ -29,7 +29,7 @@ from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, drop_counter
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging, NoBroker
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
@@ -58,13 +58,6 @@ _CLOSE_TIMEOUT_S = 30.0
 Health = Callable[[], dict[str, Any]]
 
 
-class Status(Protocol):
-    @property
-    def url(self) -> str:
-        """The URL of the process's health and metrics."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
     """The environment of a process: the servers, its status server, the clock."""
@@ -73,11 +66,10 @@ class ProcessEnvironment:
         EtcdStore(spec.etcd_url)
     )
     open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
-        lambda spec, on_drop: (
-            NatsMessaging(spec.nats_url, on_drop=on_drop) if spec.nats_url else NoBroker()
-        )
+        lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
     )
-    open_status: Callable[["Host", Health], AbstractAsyncContextManager[Status]] = (
+    #: Of a context with the `url` of the process's health and metrics.
+    open_status: Callable[["Host", Health], AbstractAsyncContextManager[Any]] = (
         lambda host, health: StatusServer(
             health,
             host.registry,
