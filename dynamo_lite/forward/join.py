@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import uvloop
 
 from dynamo_lite.forward.engines import StockEngineLoad
 from dynamo_lite.forward.failures import LegFailed
@@ -33,11 +32,11 @@ from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
     EXIT_STOPPED,
     StopRequest,
-    end_when_hung,
+    run_loop,
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
-from dynamo_lite.runtime.tasks import first_of, running
+from dynamo_lite.runtime.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -200,12 +199,7 @@ def run(
 ) -> int:
     """Returns the exit code. say: shows a line of progress, with a name in front."""
     logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
-
-    async def run() -> int:
-        async with running(end_when_hung(), name="watchdog"):
-            return await _join(spec, options, _reporter(say))
-
-    return uvloop.run(run())
+    return run_loop(_join(spec, options, _reporter(say)))
 
 
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:

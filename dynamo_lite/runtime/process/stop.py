@@ -6,11 +6,17 @@ import faulthandler
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import uvloop
 
 from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_STOPPED = 0
 EXIT_START_FAILED = 1
@@ -31,11 +37,19 @@ def end_process() -> None:
     os._exit(EXIT_OWNED_TASK_FAILED)
 
 
-async def end_when_hung() -> None:
-    """Until it is cancelled: ends the process, with the stacks of its threads on stderr, when its
-    event loop has not run for `HUNG_S`. Its lease is lost then, and its supervisor starts another
-    one. The watchdog is a thread of the interpreter's, which needs no lock of it. One per process.
-    """
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main` in an event loop of its own. Ends the process, with the stacks of its threads on
+    stderr, when that has not run for `HUNG_S`: its lease is lost then, and its supervisor starts
+    another one. The watchdog is a thread of the interpreter's, which needs no lock of it."""
+
+    async def watched() -> T:
+        async with running(_watch(), name="watchdog"):
+            return await main
+
+    return uvloop.run(watched())
+
+
+async def _watch() -> None:
     try:
         while True:
             faulthandler.dump_traceback_later(HUNG_S, exit=True)
