@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
-from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
+from dynamo_lite.runtime.members.health import HealthMonitor, publish_heartbeats
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from tests.builders import endpoint_record, eventually, members_when, register

@@ -17,7 +17,7 @@ from dynamo_lite.cli.listing import OnGraph, checked_namespace, on_graph
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import Permissions, all_permissions, inbox_of
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.runtime.credentials import BadCredentials, read_login
+from dynamo_lite.runtime.credentials import read_login
 from dynamo_lite.serve.embedded import etcdctl
 
 _ROOT = "root"
@@ -275,7 +275,7 @@ def _password(path: Path, user: str) -> str:
     """Raises ConfigError."""
     try:
         name, password = read_login(path)
-    except BadCredentials as exc:
+    except ConfigError as exc:
         raise ConfigError([f"--make: {exc}"]) from exc
     if name != user or not password:
         raise ConfigError([f"--make: {path} is not the login of {user}: write {user}:PASSWORD"])

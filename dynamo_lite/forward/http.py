@@ -58,7 +58,7 @@ def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
 
 class ForwardServer(WebServer):
     """own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
-    "http" for a connection that is closed because too many have no request.
+    "http" for a connection that is closed because too many have no request, or for what is no HTTP.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ForwardServer(WebServer):
             self._handle,
             sock,
             None if tls is None else lambda: tls,
-            on_refused=lambda: on_drop("http"),
+            on_drop=lambda: on_drop("http"),
             keepalive_timeout=_KEEP_ALIVE_S,
             lingering_time=_LINGER_S,
             max_line_size=_MAX_FIELD_BYTES,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import uvloop
 
 from dynamo_lite.forward.health import CHECK_S, KnownEngines
 from dynamo_lite.forward.options import EngineOptions
@@ -31,6 +30,7 @@ from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
     EXIT_STOPPED,
     StopRequest,
+    run_loop,
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
@@ -193,7 +193,7 @@ def run(
 ) -> int:
     """Returns the exit code. say: shows a line of progress, with a name in front."""
     logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
-    return uvloop.run(_join(spec, options, _reporter(say)))
+    return run_loop(_join(spec, options, _reporter(say)))
 
 
 async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:

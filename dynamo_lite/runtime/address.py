@@ -5,6 +5,7 @@ error.
 """
 
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -194,10 +195,8 @@ def _login(
 
 
 def _path(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # ~NAME of an unknown user; who reads the file says that it is missing
-        return Path(text)
+    # Leaves ~NAME of an unknown user as it is: who reads the file says that it is missing.
+    return Path(os.path.expanduser(text))
 
 
 def _tls(given: Mapping[str, str], kind: _Kind, *, secure: bool) -> TlsFiles | None:

@@ -21,9 +21,6 @@ class Listeners(Generic[P]):
         self._owner = owner
         self._callbacks: list[Callable[P, object]] = []
 
-    def __repr__(self) -> str:
-        return f"Listeners({self._owner!r}, {len(self._callbacks)})"
-
     def add(self, callback: Callable[P, object]) -> AbstractContextManager[object]:
         """Adds `callback` at once. Leaving the returned context removes it again."""
         self._callbacks.append(callback)

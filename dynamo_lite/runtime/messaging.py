@@ -5,14 +5,13 @@
 """
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol, Self
 
-from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -34,7 +33,8 @@ OnConnection = Callable[[bool], None]
 class Messaging(Protocol):
     @property
     def connected(self) -> bool:
-        """Whether the broker is connected and has this process's subscriptions.
+        """Whether the broker is connected and has this process's subscriptions; also true in a
+        process that needs no broker.
 
         Other processes may reconnect a little later than this one, so NoResponders just after
         a reconnect does not mean that a process is dead.
@@ -71,7 +71,8 @@ class Messaging(Protocol):
 class Dispatcher:
     """Owns the handler tasks of one subject; at most `MAX_HANDLERS` run at a time.
 
-    Handlers run in the contextvars context in which the Dispatcher was created, not in the
+    An async context manager: leaving it waits for the handlers, or cancels them, as
+    `Messaging.serve` says. They run in the contextvars context in which it was created, not in the
     sender's.
     """
 
@@ -81,11 +82,19 @@ class Dispatcher:
         self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(MAX_HANDLERS)
         self._tasks = OwnedTasks()
-        self._cancelled = False
         self._log_limit = LogLimit()
 
-    def __repr__(self) -> str:
-        return f"Dispatcher({self._subject!r}, running={len(self._tasks)})"
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._tasks.join()
+        elif kind is GeneratorExit:
+            # The event loop closes a context that was never left: nothing can be awaited.
+            self._tasks.cancel()
+        else:
+            await self._tasks.end()
 
     async def submit(self, payload: bytes, reply: SendReply | None) -> None:
         """Starts the handler on `payload`; waits while as many run as may."""
@@ -93,18 +102,6 @@ class Dispatcher:
         name, context = f"handle {self._subject}", self._context.copy()
         task = self._tasks.start(self._run(payload, reply), name=name, context=context)
         task.add_done_callback(lambda _: self._slots.release())
-
-    async def join(self) -> None:
-        """Waits for the running handlers. If the wait is cancelled, so are they."""
-        if self._cancelled:
-            await self._tasks.end()
-        else:
-            await self._tasks.join()
-
-    def cancel(self) -> None:
-        """Cancels the running handlers; `join` waits for their end."""
-        self._cancelled = True
-        self._tasks.cancel()
 
     async def _run(self, payload: bytes, reply: SendReply | None) -> None:
         try:
@@ -117,29 +114,3 @@ class Dispatcher:
         except Exception:
             if self._log_limit.allow() is not None:
                 logger.exception("%s: the handler failed", self._subject)
-
-
-class NoBroker:
-    """The messaging of a process that needs no broker. `connected` is true, because no connection
-    is missing. Every call that would need a broker raises BrokerUnavailable."""
-
-    connected = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing to close."""
-
-    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[object]:
-        """There is never a change."""
-        return contextlib.nullcontext()
-
-    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        raise BrokerUnavailable("this process has no broker")
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        raise BrokerUnavailable("this process has no broker")
-
-    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
-        raise BrokerUnavailable("this process has no broker")

@@ -44,13 +44,14 @@ def short_address(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-async def ask(
+async def order(
     state_dir: Path, request: SupervisorRequest, timeout_s: float = 5.0
 ) -> SupervisorReply:
-    """The reply of the supervisor of the graph in `state_dir`, also when it is a refusal.
+    """The reply of the supervisor of the graph in `state_dir`.
 
-    Raises Unavailable when no supervisor listens or it has disconnected, DeadlineExceeded, or
-    ProtocolError. After that an order may or may not have been taken.
+    Raises Refused when an order is not possible; Unavailable when there was another order since
+    `Want.version`, when no supervisor listens or it has disconnected; DeadlineExceeded;
+    ProtocolError. After the last four an order may or may not have been taken.
     """
     path = state_dir / SUPERVISOR_SOCKET
     try:
@@ -66,20 +67,9 @@ async def ask(
     if not line.endswith(b"\n"):
         raise Unavailable("the supervisor has disconnected")
     try:
-        return _decode_reply(line)
+        reply = _decode_reply(line)
     except msgspec.DecodeError as exc:
         raise ProtocolError(f"not a reply of a supervisor: {exc}") from exc
-
-
-async def order(
-    state_dir: Path, request: SupervisorRequest, timeout_s: float = 5.0
-) -> SupervisorReply:
-    """As `ask`, for what the supervisor has accepted.
-
-    Raises Unavailable also when there was another order since `Want.version`, and Refused when
-    this one is not possible.
-    """
-    reply = await ask(state_dir, request, timeout_s)
     if reply.stale:
         raise Unavailable(f"another process has given the supervisor orders: {reply.error}")
     if reply.error:

@@ -82,9 +82,6 @@ class OwnedTasks:
         # A dict and not a set: tasks are ended in the order of their start.
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
-    def __repr__(self) -> str:
-        return f"OwnedTasks({[task.get_name() for task in self._tasks]})"
-
     def __len__(self) -> int:
         """How many have not ended."""
         return len(self._tasks)

@@ -1,11 +1,19 @@
 """TLS: checks and loads the PEM files of clients (NATS, etcd, engines) and of HTTP servers."""
 
+import logging
+import os
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from dynamo_lite.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class TlsFiles:
         Raises ConfigError when a file cannot be read or is invalid.
         """
         for name, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
-            _read(name, path)
+            read_file(name, path)
         try:
             context = ssl.create_default_context(cafile=self.ca)
             context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
@@ -39,13 +47,49 @@ class TlsFiles:
         """Authorities, client key and client certificate, for gRPC. Raises ConfigError when a
         file cannot be read."""
         ca = self.ca or ssl.get_default_verify_paths().cafile
-        return _read("ca", ca), _read("key", self.key), _read("cert", self.cert)
+        return read_file("ca", ca), read_file("key", self.key), read_file("cert", self.cert)
+
+
+class Reread(Generic[T]):
+    """What `make` has made of files. It is made again when they have changed; while they cannot be
+    used, which is logged, what was made before stays in use. files: None if there are none."""
+
+    def __init__(self, files: TlsFiles | None, make: Callable[[], T]):
+        """Raises what `make` raises."""
+        self._paths = () if files is None else (files.ca, files.cert, files.key)
+        self._make = make
+        self._stamps = self._look()
+        self._made = make()
+
+    def current(self) -> T:
+        if (stamps := self._look()) != self._stamps:
+            self._stamps = stamps
+            names = ", ".join(str(path) for path in self._paths if path)
+            try:
+                self._made = self._make()
+                logger.info("%s were read again", names)
+            except (ConfigError, OSError) as exc:  # OSError: replaced in this moment
+                logger.error("%s; what was read before stays in use", str(exc).rstrip("."))
+        return self._made
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        """Changes when a file or its mode does, or the link that Kubernetes makes of it."""
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path | None) -> tuple[int, int] | None:
+    """None: missing."""
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return None
+    return status.st_ctime_ns, status.st_ino
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     """The context of an HTTP server. Raises ConfigError when a file is missing or invalid."""
     for name, path in (("tls-cert", cert), ("tls-key", key)):
-        _read(name, path)
+        read_file(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
     load_pair(context, cert, key, "tls-cert", "tls-key")
@@ -64,8 +108,8 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path, *names: str) -> No
         raise ConfigError([message]) from exc
 
 
-def _read(name: str, path: Path | str | None) -> bytes | None:
-    """The file's content; None without a file. Raises ConfigError."""
+def read_file(name: str, path: Path | str | None) -> bytes | None:
+    """The file's content; None without a file. name: of the option. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -73,8 +117,7 @@ def _read(name: str, path: Path | str | None) -> bytes | None:
     except (OSError, ValueError) as exc:  # ValueError: a name with a null byte
         why = exc.strerror if isinstance(exc, OSError) else exc
         shown = str(path).replace("\0", "%00")
-        message = f"{name}={shown} cannot be read ({why}); name an existing PEM file."
-        raise ConfigError([message]) from exc
+        raise ConfigError([f"{name}={shown} cannot be read ({why})."]) from exc
 
 
 #: Error texts of OpenSSL, BoringSSL and gRPC for refused handshakes, and their meanings.

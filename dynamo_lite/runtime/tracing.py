@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -92,7 +92,7 @@ class Tracer:
             trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
             return SpanContext(trace_id, int(span_id, 16), is_remote, flags)
 
-        offset = _wall_offset()
+        offset = time.time() - time.monotonic()  # as it is now: the wall clock may be set
         self._send(
             ReadableSpan(
                 name,
@@ -119,18 +119,6 @@ class Tracer:
             self.record(name, context, parent, start, end, kind=kind, attributes=attributes)
 
 
-def _wall_offset() -> float:
-    """The wall clock minus the monotonic clock, as it is now: the wall clock may be set.
-
-    A thread may be paused between two readings. Of three, the one that took least is taken.
-    """
-    readings: list[tuple[float, float]] = []
-    for _ in range(3):
-        before, wall, after = time.monotonic(), time.time(), time.monotonic()
-        readings.append((after - before, wall - before))
-    return min(readings)[1]
-
-
 @asynccontextmanager
 async def open_tracer(
     options: TracingOptions | None, namespace: str, component: str, *, instance: str
@@ -154,7 +142,10 @@ async def open_tracer(
     try:
         yield Tracer(options.ratio, resource, processor.on_end)
     finally:
-        await _ended(processor.shutdown, exporter.shutdown)
+        # It may take longer than the timeout: a daemon thread, which no exit waits for.
+        flush = threading.Thread(target=processor.shutdown, name="trace-flush", daemon=True)
+        flush.start()
+        await asyncio.to_thread(flush.join, _FLUSH_S)
 
 
 def _load(options: TracingOptions, source: dict[str, str]) -> "tuple[Resource, SpanExporter]":
@@ -177,26 +168,6 @@ def _load(options: TracingOptions, source: dict[str, str]) -> "tuple[Resource, S
     if parts.path in ("", "/"):
         parts = parts._replace(path="/v1/traces")
     return Resource.create(source), Exporter(endpoint=parts.geturl())
-
-
-async def _ended(flush: Callable[[], object], give_up: Callable[[], object]) -> None:
-    """Both may take longer than the timeout, so they have daemon threads that are not joined."""
-    loop, flushed = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        flush()
-        with suppress(RuntimeError):  # the event loop is closed after the timeout
-            loop.call_soon_threadsafe(flushed.set)
-
-    threading.Thread(target=run, name="trace-flush", daemon=True).start()
-    try:
-        async with asyncio.timeout(_FLUSH_S):
-            await flushed.wait()
-    except TimeoutError:
-        pass
-    finally:
-        if not flushed.is_set():
-            threading.Thread(target=give_up, name="trace-give-up", daemon=True).start()
 
 
 def check_endpoint(url: str) -> str | None:

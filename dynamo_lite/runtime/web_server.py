@@ -34,8 +34,8 @@ class WebServer:
     """`start` returns when connections are accepted; `stop` is idempotent.
 
     sock: bound; it is closed at the end. context: for each new connection; None: plain HTTP.
-    on_refused: called for a connection that is closed because too many have no request.
-    on_malformed: called for a request that is no HTTP. options: of aiohttp's RequestHandler.
+    on_drop: called for a connection that is closed because too many have no request, and for a
+    request that is no HTTP. options: of aiohttp's RequestHandler.
     """
 
     def __init__(
@@ -44,17 +44,16 @@ class WebServer:
         sock: socket.socket,
         context: Callable[[], ssl.SSLContext] | None,
         *,
-        on_refused: Callable[[], None],
-        on_malformed: Callable[[], None] = lambda: None,
+        on_drop: Callable[[], None],
         **options: Any,
     ):
         self._web = web.Server(handler, handler_cancellation=True)
-        pending = PendingConnections(most_pending(), on_refused)
+        pending = PendingConnections(most_pending(), on_drop)
         make = partial(
             _Connection,
             self._web,
             pending,
-            on_malformed,
+            on_drop,
             loop=asyncio.get_running_loop(),
             access_log=None,  # pyright: ignore[reportArgumentType]
             logger=_parser_logger,
@@ -89,11 +88,11 @@ class _Connection(RequestHeadDeadline, web.RequestHandler):
         self,
         server: web.Server,
         pending: PendingConnections,
-        on_malformed: Callable[[], None],
+        on_drop: Callable[[], None],
         **options: Any,
     ):
         super().__init__(server, **options)
-        self.pending, self._on_malformed = pending, on_malformed
+        self.pending, self._on_drop = pending, on_drop
 
     def in_request(self) -> bool:
         return self._current_request is not None or bool(self._messages)
@@ -106,7 +105,7 @@ class _Connection(RequestHeadDeadline, web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if status < 500:
-            self._on_malformed()
+            self._on_drop()
         else:
             logger.error("a request to %s failed", request.path, exc_info=exc)
         return super().handle_error(request, status, exc, message)

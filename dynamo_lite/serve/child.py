@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-import uvloop
 
 from dynamo_lite.runtime.process.component import ProcessSpec, Report
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.imports import import_large
+from dynamo_lite.runtime.process.stop import run_loop
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +50,10 @@ def main(path: str, descriptor: int) -> int:
     from dynamo_lite.runtime.process.host import run_process
 
     async def run() -> NoReturn:
-        # Within it: the end of `uvloop.run` waits for threads, and one may hang on a file.
+        # Within it: the end of the event loop waits for threads, and one may hang on a file.
         leave(await run_process(plan.spec, component, report))
 
-    return uvloop.run(run())
+    return run_loop(run())
 
 
 def _reporter(descriptor: int) -> Report:

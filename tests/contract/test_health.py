@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "SILENT_S", 0.4)
     monkeypatch.setattr(health, "SECOND_LOOK_S", 0.1)
     monkeypatch.setattr(health, "_LOOK_S", 0.02)
-    monkeypatch.setattr("dynamo_lite.runtime.members.heartbeat.HEARTBEAT_PERIOD_S", 0.05)
+    monkeypatch.setattr(health, "HEARTBEAT_PERIOD_S", 0.05)
 
 
 @pytest.fixture

@@ -1,16 +1,13 @@
 """What every store must do; and what etcd must do when its server dies, hangs or is wiped."""
 
 import asyncio
-import ctypes
-import subprocess
-import sys
 import time
 
 import pytest
 
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.clock import Clock, boottime
-from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.etcd.client import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from tests.builders import eventually
@@ -161,21 +158,12 @@ async def test_a_lease_expires_by_the_local_clock(
         assert lease.remaining_s() == 0
 
 
-async def test_a_stalled_event_loop_costs_no_lease(etcd_server) -> None:
+async def test_a_stall_that_is_longer_than_the_lease_costs_it(etcd_server) -> None:
+    """Another process sees the member go, and the stalled one knows it when it runs again."""
     # Real time: etcd ends leases by its own clock, and counts them in whole seconds.
     async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
         await store.put("n/own", b"1", lease=lease)
-        time.sleep(lease.ttl_s * 2)  # the stall
-        assert lease.loss is None
-        assert await store.get("n/own") == b"1"
-        assert await lease.verify() is None
-
-
-async def test_a_stall_that_holds_the_interpreter_lock_costs_the_lease(etcd_server) -> None:
-    """No thread of the process can refresh it; the process knows it when it runs again."""
-    async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
-        await store.put("n/own", b"1", lease=lease)
-        ctypes.PyDLL(None).sleep(int(lease.ttl_s * 2) + 1)  # does not release the lock
+        time.sleep(lease.ttl_s * 2 + 1)  # the stall
         assert lease.loss is LeaseLoss.EXPIRED
         assert await lease.lost() is LeaseLoss.EXPIRED
 
@@ -183,38 +171,6 @@ async def test_a_stall_that_holds_the_interpreter_lock_costs_the_lease(etcd_serv
             return await store.get("n/own") is None
 
         await eventually(gone, 5)
-
-
-async def test_a_hung_event_loop_does_not_keep_its_lease(
-    etcd_server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process sees the member go, and the hung one knows it when it runs again."""
-    monkeypatch.setattr("dynamo_lite.runtime.etcd.lease.HUNG_S", 0.5)
-    store = EtcdStore(etcd_server.url)
-    async with store, store.lease(2) as lease, EtcdStore(etcd_server.url) as other:
-        await store.put("n/own", b"1", lease=lease)
-        time.sleep(lease.ttl_s * 2 + 1)  # the hang
-        assert lease.loss is LeaseLoss.EXPIRED
-        assert await lease.lost() is LeaseLoss.EXPIRED
-
-        async def gone() -> bool:
-            return await other.get("n/own") is None
-
-        await eventually(gone, 5)
-
-
-def test_a_process_that_hangs_for_ever_is_ended(etcd_server) -> None:
-    program = f"""
-import asyncio, time
-from dynamo_lite.runtime.etcd import lease
-from dynamo_lite.runtime.etcd.store import EtcdStore
-lease.HUNG_S, lease.END_S = 0.5, 0.5
-async def main():
-    async with EtcdStore({etcd_server.url!r}) as store, store.lease(2):
-        time.sleep(60)  # the hang
-asyncio.run(main())
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 75
 
 
 async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:

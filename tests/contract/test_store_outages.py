@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from aetcd import rpc
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StoreUnavailable
@@ -277,13 +278,19 @@ async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) 
         assert await lease.verify() is None
 
 
+async def compact(store: EtcdStore, key: bytes) -> None:
+    client = store._client
+    [kv] = (await client.call(rpc.RangeRequest(key=key))).kvs
+    request = rpc.CompactionRequest(revision=kv.mod_revision, physical=True)
+    await rpc.KVStub(client.channel).Compact(request)
+
+
 async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) -> None:
     """The place in history where the lease was last seen is forgotten, but it is the same."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
         await write_as_others(etcd_server.url, 5)
-        client = store._client
-        await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
+        await compact(store, b"m/4")
         assert await store.revoke(lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 
@@ -303,8 +310,7 @@ async def test_a_compaction_after_a_wipe_hides_no_wipe(etcd_server: PrivateServe
     """The place in history is forgotten in another store, which is behind what was seen."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await wipe_what_was_seen(etcd_server, store, lease, others_write=8)
-        client = store._client
-        await client.compact((await client.get(b"m/7")).mod_revision, physical=True)
+        await compact(store, b"m/7")
         assert await lease.verify() is None
         await put_when_back(store, "n/own", b"2", lease=lease)
 
@@ -313,21 +319,22 @@ async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
     etcd_server: PrivateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the store that was wiped had shown does not count in the new one."""
-    grant = EtcdClient.lease
+    call = EtcdClient.call
 
-    async def without_answer(*args: Any) -> None:
-        await grant(*args)
-        raise TimeoutError
+    async def without_answer(client: EtcdClient, request: Any) -> Any:
+        reply = await call(client, request)
+        if isinstance(request, rpc.LeaseGrantRequest):
+            raise TimeoutError
+        return reply
 
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await wipe_what_was_seen(etcd_server, store, lease, others_write=0)
         with monkeypatch.context() as patch:
-            patch.setattr(EtcdClient, "lease", without_answer)
+            patch.setattr(EtcdClient, "call", without_answer)
             assert await lease.verify() is None
         await store.put("n/own", b"2", lease=lease)
         await write_as_others(etcd_server.url, 5)
-        client = store._client
-        await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
+        await compact(store, b"m/4")
         assert await store.revoke(lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 

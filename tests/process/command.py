@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from dynamo_lite.cli import cli
+from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SupervisorReply, SupervisorRequest
-from dynamo_lite.runtime.supervisor_client import ask as ask_supervisor
+from dynamo_lite.runtime.supervisor_client import order
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
@@ -227,7 +228,11 @@ def serving(
 
 
 def ask(graph: Serving, request: SupervisorRequest) -> SupervisorReply:
-    return asyncio.run(ask_supervisor(graph.state_dir, request, 20))
+    """A refusal is a reply with its error."""
+    try:
+        return asyncio.run(order(graph.state_dir, request, 20))
+    except Refused as exc:
+        return SupervisorReply(error=str(exc))
 
 
 def variable(pid: int, name: str) -> str | None:

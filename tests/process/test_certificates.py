@@ -79,7 +79,7 @@ def test_named_certificates_are_used_and_bad_ones_refused_with_a_line_each(tmp_p
     result = run("serve", STUB, "--state-dir", str(state), *named)
     lines = result.stderr.splitlines()
     assert (result.returncode, len(lines)) == (2, 2)
-    assert all(f"error: certificate file {folder}/" in line for line in lines)
+    assert all(line.startswith("error: ") and f"{folder}/" in line for line in lines)
     assert not (state / "run.json").exists()
 
 
@@ -121,4 +121,4 @@ def test_join_needs_them_where_others_reach_it(tmp_path: Path):
     folder = graph_folder(tmp_path / "certificates")
     expire(folder, "Engine")
     bad = invoke(*local, "--bind-host", "0.0.0.0", "--certificates", str(folder))
-    assert bad.returncode == 2 and f"{folder}/Engine.pem: it has expired" in bad.stderr
+    assert bad.returncode == 2 and "certificate has expired" in bad.stderr

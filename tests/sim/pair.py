@@ -22,7 +22,7 @@ from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
+from dynamo_lite.runtime.members.health import publish_heartbeats
 from tests.builders import endpoint_record, engine_config, register
 from tests.simulation.engine.assembly import EngineSetup, SimEngineProcess, SimModelConfig
 from tests.simulation.engine.engine import SimEngine

@@ -311,18 +311,14 @@ class MemoryMessaging:
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         await retry_while_unavailable(self._await_connected)
-        dispatcher = Dispatcher(subject, handler)
-        self._served.setdefault(subject, []).append(dispatcher)
-        try:
-            yield
-        except BaseException:
-            dispatcher.cancel()
-            raise
-        finally:
-            self._served[subject].remove(dispatcher)
-            if not self._served[subject]:
-                del self._served[subject]
-            await dispatcher.join()
+        async with Dispatcher(subject, handler) as dispatcher:
+            self._served.setdefault(subject, []).append(dispatcher)
+            try:
+                yield
+            finally:
+                self._served[subject].remove(dispatcher)
+                if not self._served[subject]:
+                    del self._served[subject]
 
     async def _await_connected(self) -> None:
         self._check_connected()

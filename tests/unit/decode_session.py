@@ -9,7 +9,7 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
-from dynamo_lite.runtime.members.heartbeat import publish_heartbeats
+from dynamo_lite.runtime.members.health import publish_heartbeats
 from dynamo_lite.runtime.tasks import running
 from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
 from tests.twins.queue import MemoryQueue

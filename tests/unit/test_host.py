@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -269,3 +271,20 @@ async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
     await asyncio.wait([process], timeout=5)
     assert process.cancelled()
     # The fixture finds tasks that are left.
+
+
+def test_a_process_whose_event_loop_hangs_is_ended_and_says_where():
+    program = """
+import asyncio, time
+from dynamo_lite.runtime.process import stop
+stop.HUNG_S = 1.0
+def hang(): time.sleep(60)
+async def main():
+    await asyncio.sleep(3.0)
+    print("it ran", flush=True)
+    hang()
+stop.run_loop(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True)
+    assert ended.returncode == 1 and ended.stdout == b"it ran\n"
+    assert b"in hang" in ended.stderr

@@ -1,5 +1,6 @@
 """Large imports in a thread: the garbage collector is off during them, and on again afterwards."""
 
+import asyncio
 import gc
 import runpy
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.runtime.process import imports
-from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.runtime.process.imports import import_large
 
 
 @pytest.fixture
@@ -23,14 +24,14 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 async def test_the_collector_is_off_during_an_import_only_and_the_first_one_is_exempt(large: str):
-    await import_in_thread(large)
+    await asyncio.to_thread(import_large, large)
     assert sys.modules[large].COLLECTS is False
     assert gc.isenabled() and gc.get_freeze_count() > 0
     with pytest.raises(ModuleNotFoundError):
-        await import_in_thread(f"{large}_that_is_not_there")
+        await asyncio.to_thread(import_large, f"{large}_that_is_not_there")
     assert gc.isenabled()
     gc.unfreeze()
-    await import_in_thread(large)
+    await asyncio.to_thread(import_large, large)
     assert gc.get_freeze_count() == 0
 
 

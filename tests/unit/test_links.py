@@ -94,13 +94,13 @@ async def rig() -> AsyncIterator[Rig]:
     store, printed = MemoryStore(), list[str]()
     async with store.lease(10.0) as lease:
         host = Host(
-            process_spec("PrefillWorker", namespace="t"),
+            spec=process_spec("PrefillWorker", namespace="t"),
             store=store,
             messaging=MemoryMessaging(),
             lease=lease,
             registry=CollectorRegistry(),
             report=lambda line: printed.append(line["detail"]),
-            stop=StopRequest(),
+            stopping=StopRequest(),
             clock=Clock(wall=lambda: 1000.0),
         )
         rig = Rig(host, store, printed)

@@ -77,4 +77,4 @@ async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_p
     said: list[str] = []
     leases = await scale._least_busy(tmp_path, "VllmWorker", 2, [7, 8, 9], said.append)
     assert leases == [8, 9]
-    assert "Operator.pem: it cannot be read" in said[0]
+    assert "Operator.pem cannot be read" in said[0]

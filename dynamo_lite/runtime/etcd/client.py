@@ -1,27 +1,23 @@
 """The connection to etcd: channels to its members, TLS, and the authentication token.
 
-aetcd's client has a single plain channel. Here every member has its own channel, so that
-each certificate is checked against its own host name. Calls go to one member until it is
-unavailable. Tokens become invalid when a member restarts or when they expire, and are renewed
-when etcd reports that.
+Every member has its own channel, so that each certificate is checked against its own host name.
+Calls go to one member until it is unavailable. Tokens become invalid when a member restarts or
+when they expire, and are renewed when etcd reports that. Messages and stubs are aetcd's; its calls
+are not used, because they hide the store's revision.
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import aetcd
+import grpc
 from aetcd import rpc
 
-from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.address import ServerAddress
-from dynamo_lite.runtime.etcd.backend import EtcdBackend
-from dynamo_lite.runtime.log_limit import LogLimit
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from dynamo_lite.runtime.address import ServerAddress, host_port
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.tls import Reread
 
 #: Longest wait for one member's answer to one call.
 CALL_TIMEOUT_S = 2.0
@@ -29,80 +25,115 @@ CALL_TIMEOUT_S = 2.0
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
 #: The token is unknown or expired, the users have changed since, or no token was sent.
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
-_NEVER_SENT = "failed to connect to all addresses"
 _AUTH_IS_OFF = "authentication is not enabled"
+_NEVER_SENT = "failed to connect to all addresses"
 
 
-class EtcdClient(aetcd.Client):
-    """aetcd's calls on one of several members; created and used in one event loop.
+#: gRPC's defaults need 5 s to reconnect after an outage, and never detect a server that hangs:
+#: without the ping timeout the keepalive does not fire.
+_CHANNEL_OPTIONS = {
+    "grpc.initial_reconnect_backoff_ms": 100,
+    # In spite of its name, this is the timeout of one try. A server that hangs accepts
+    # connections, and continues the handshake when it resumes.
+    "grpc.min_reconnect_backoff_ms": 1000,
+    "grpc.max_reconnect_backoff_ms": 400,
+    "grpc.keepalive_time_ms": 5000,
+    "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 2000,
+    # Snapshots of a large prefix exceed the default of 4 MiB.
+    "grpc.max_receive_message_length": 64 << 20,
+    # Two stores of one process share neither a connection nor its backoff.
+    "grpc.use_local_subchannel_pool": 1,
+}
 
-    Every use of `channel`, a stub or `metadata` must be inside `call`, because they change.
+
+def open_channel(host: tuple[str, int], address: ServerAddress) -> Any:
+    """The `grpc.aio.Channel` to one of `address.hosts`; it connects when it is first used.
+
+    Raises ConfigError when a file of `address.tls` cannot be read.
     """
+    target, options = host_port(*host), list(_CHANNEL_OPTIONS.items())
+    if address.tls is None:
+        return rpc.insecure_channel(target, options=options)
+    credentials = grpc.ssl_channel_credentials(*address.tls.read())
+    return rpc.secure_channel(target, credentials, options=options)
 
-    # aetcd does not type these, or too narrowly.
-    channel: Any
-    metadata: Any
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdBackend:
+    """open_channel: see `open_channel`. clock: its boot time measures leases."""
+
+    open_channel: Callable[[tuple[str, int], ServerAddress], Any] = open_channel
+    clock: Clock = SYSTEM_CLOCK
+
+
+SYSTEM_BACKEND = EtcdBackend()
+
+
+class EtcdClient:
+    """Requests of etcd's API to one of several members; created and used in one event loop.
+
+    `channel` and `metadata`, which a watch needs, change when another member is used.
+    """
 
     def __init__(self, address: ServerAddress, backend: EtcdBackend):
         """Raises ConfigError when a file of `address.tls` cannot be read."""
         self.timeout_s = CALL_TIMEOUT_S
-        super().__init__(timeout=self.timeout_s)  # pyright: ignore[reportArgumentType]
-        self._user, self._secret = address.user, address.password
+        #: With the token; None: the user is to be authenticated.
+        self.metadata: tuple[tuple[str, str], ...] | None = () if address.user is None else None
         self._authenticating = asyncio.Lock()
         self._address, self._backend = address, backend
-        self._files, self._log_limit = _files(address), LogLimit(60.0)
-        self._channels = [backend.open_channel(host, address) for host in address.hosts]
+        self._opened = Reread(address.tls, self._open)
+        self._channels = self._opened.current()
         #: Those with certificates that were renewed since.
         self._replaced: list[Any] = []
         self._use(self._channels[0])
 
-    async def connect(self) -> None:
-        """Authenticates, the first time; aetcd calls this before each call."""
-        if not self._connected.is_set():
-            await self._authenticate(None)
-            self._connected.set()
-
     async def close(self) -> None:
-        self._connected.clear()
         for channel in (*self._replaced, *self._channels):
             await channel.close()
 
-    async def call(self, send: Callable[[], Awaitable[T]], *, reads: bool = False) -> T:
-        """Returns the result of `send`. Retries with another member, or with a new token, if etcd
-        has certainly not applied the call, or if it only reads. In any case it stops using a
-        member that fails.
+    async def call(self, request: Any) -> Any:
+        """The reply to one of the requests in `_use`; None if etcd has ended a refresh without one.
 
-        Raises what `send` raises: aetcd.ClientError or AioRpcError.
+        Retries with another member, or with a new token, if etcd has certainly not applied the
+        request, or if it only reads. In any case it stops using a member that fails. Raises
+        AioRpcError.
         """
+        reads = isinstance(request, rpc.RangeRequest)
         untried = len(self._channels)
         renewed = False
         while True:
             channel, metadata = self.channel, self.metadata
             try:
-                return await send()
-            except (aetcd.ClientError, rpc.AioRpcError) as exc:
-                if status(exc) in UNREACHABLE:
+                metadata = await self._authenticated()
+                send = self._methods[type(request)]
+                return await send(request, timeout=self.timeout_s, metadata=metadata)
+            except rpc.AioRpcError as exc:
+                if exc.code() in UNREACHABLE:
                     untried -= 1
                     self._leave(channel)
                     if not untried or not (reads or _NEVER_SENT in details(exc)):
                         raise
-                elif self._user is not None and not renewed and _is_stale(exc):
+                elif self._address.user is not None and not renewed and _is_stale(exc):
                     renewed = True
-                    await self._authenticate(metadata)
+                    if self.metadata is metadata:  # otherwise another call has renewed it
+                        self.metadata = None
                 else:
                     raise
 
-    async def range(self, request: Any) -> Any:
-        """The whole reply to a RangeRequest; the results of aetcd's own calls hide the revision."""
-        return await self.call(
-            lambda: self.kvstub.Range(request, timeout=self.timeout_s, metadata=self.metadata)
-        )
-
     def _use(self, channel: Any) -> None:
         self.channel = channel
-        self.auth_stub = rpc.AuthStub(channel)
-        self.kvstub = rpc.KVStub(channel)
-        self.leasestub = rpc.LeaseStub(channel)
+        keys, leases = rpc.KVStub(channel), rpc.LeaseStub(channel)
+        self._methods: dict[Any, Callable[..., Awaitable[Any]]] = {
+            rpc.RangeRequest: keys.Range,
+            rpc.PutRequest: keys.Put,
+            rpc.DeleteRangeRequest: keys.DeleteRange,
+            rpc.TxnRequest: keys.Txn,
+            rpc.LeaseGrantRequest: leases.LeaseGrant,
+            rpc.LeaseKeepAliveRequest: partial(_only_reply, leases.LeaseKeepAlive),
+            rpc.LeaseRevokeRequest: leases.LeaseRevoke,
+        }
 
     def _leave(self, channel: Any) -> None:
         """Switches to the member after that of `channel`, unless another call did so. Files that
@@ -110,51 +141,41 @@ class EtcdClient(aetcd.Client):
         if channel is not self.channel:
             return
         following = self._channels.index(channel) + 1
-        self._renew()
+        if (opened := self._opened.current()) is not self._channels:
+            self._replaced += self._channels
+            self._channels = opened
         self._use(self._channels[following % len(self._channels)])
 
-    def _renew(self) -> None:
-        try:
-            if (files := _files(self._address)) == self._files:
-                return
-            if self._address.tls is not None:
-                self._address.tls.context()  # a pair that does not match would end all connections
-        except ConfigError as exc:
-            self._log_limit.log(logger, "%s What was read before stays in use.", exc)
-            return
-        self._files = files
-        self._replaced += self._channels
+    def _open(self) -> list[Any]:
+        """A channel to each member. Raises ConfigError."""
         address = self._address
-        self._channels = [self._backend.open_channel(host, address) for host in address.hosts]
+        if address.tls is not None:
+            address.tls.context()  # a pair that does not match would end all connections
+        return [self._backend.open_channel(host, address) for host in address.hosts]
 
-    async def _authenticate(self, stale: Any) -> None:
-        """Replaces the token `stale`, unless another call has. Raises AioRpcError."""
-        if self._user is None:
-            return
+    async def _authenticated(self) -> tuple[tuple[str, str], ...]:
+        """`metadata`, with a token if there is a user. Raises AioRpcError."""
         async with self._authenticating:
-            if self.metadata is not stale:
-                return
-            request = rpc.AuthenticateRequest(name=self._user, password=self._secret)
-            try:
-                reply = await self.auth_stub.Authenticate(request, timeout=self._timeout)
-            except rpc.AioRpcError as exc:
-                # As in etcd's own clients: credentials are ignored by a server without users.
-                if _AUTH_IS_OFF not in details(exc):
-                    raise
-                self.metadata = None
-            else:
-                self.metadata = (("token", reply.token),)
+            if self.metadata is None:
+                user, password = self._address.user, self._address.password
+                request = rpc.AuthenticateRequest(name=user, password=password)
+                try:
+                    send = rpc.AuthStub(self.channel).Authenticate
+                    reply = await send(request, timeout=self.timeout_s)
+                except rpc.AioRpcError as exc:
+                    # As in etcd's own clients: credentials are ignored by a server without users.
+                    if _AUTH_IS_OFF not in details(exc):
+                        raise
+                    self.metadata = ()
+                else:
+                    self.metadata = (("token", reply.token),)
+            return self.metadata
 
 
-def _files(address: ServerAddress) -> tuple[bytes | None, ...]:
-    """Raises ConfigError."""
-    return () if address.tls is None else address.tls.read()
-
-
-def status(exc: BaseException | None) -> rpc.StatusCode | None:
-    """The status code of etcd or gRPC, also of an error that aetcd has wrapped."""
-    cause = exc.__cause__ if isinstance(exc, aetcd.ClientError) else exc
-    return cause.code() if isinstance(cause, rpc.AioRpcError) else None
+async def _only_reply(stream: Any, request: Any, **options: Any) -> Any:
+    """The reply of a stream to its one request."""
+    async for reply in stream([request], **options):
+        return reply
 
 
 def details(exc: BaseException) -> str:

@@ -4,19 +4,23 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
-import aetcd
 from aetcd import rpc
 
 from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
-from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
-from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
+from dynamo_lite.runtime.etcd.client import (
+    SYSTEM_BACKEND,
+    UNREACHABLE,
+    EtcdBackend,
+    EtcdClient,
+    details,
+)
 from dynamo_lite.runtime.etcd.lease import EtcdLease, open_lease
-from dynamo_lite.runtime.etcd.watch import EtcdWatch
+from dynamo_lite.runtime.etcd.watch import EtcdWatch, text, under
 from dynamo_lite.runtime.store import Lease, WatchEvent
 from dynamo_lite.runtime.tls import tls_refusal
 
@@ -42,7 +46,7 @@ class EtcdStore:
     """Implements `Store`. Belongs to the event loop in which it was entered.
 
     connect_timeout_s: longest wait for the first answer. A call that timed out may have been
-    applied. backend: connections, the lease's thread and clocks.
+    applied. backend: connections and clocks.
     """
 
     def __init__(
@@ -58,9 +62,6 @@ class EtcdStore:
         self._connect_timeout_s = connect_timeout_s
         self._backend = backend
         self._connected: EtcdClient | None = None
-
-    def __repr__(self) -> str:
-        return f"EtcdStore({self._url}, {'open' if self._connected else 'closed'})"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when etcd does not reply in time, or refuses, and ConfigError when
@@ -80,48 +81,44 @@ class EtcdStore:
             await client.close()
 
     async def get(self, key: str) -> bytes | None:
-        found = await self._call(lambda client: client.get(key.encode()), reads=True)
-        return None if found is None else found.value
+        found = (await self._call(rpc.RangeRequest(key=key.encode()))).kvs
+        return found[0].value if found else None
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        found = await self._call(lambda client: client.get_prefix(prefix.encode()), reads=True)
-        return {kv.key.decode(errors="replace"): kv.value for kv in found}
+        reply = await self._call(rpc.RangeRequest(**under(prefix)))
+        return {text(kv.key): kv.value for kv in reply.kvs}
 
     async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        lease_id = lease.id if lease else None
-        raw = key.encode()
-        reply = await self._call(lambda client: client.put(raw, value, lease=lease_id), lease)
-        _note(lease, raw, reply.header)
+        put = _put(key, value, lease)
+        _note(lease, put.key, (await self._call(put, lease)).header)
 
     async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
-        return await self._put_if(lambda steps, raw: steps.create(raw) == 0, key, value, lease)
+        return await self._put_if(key, None, value, lease)
 
     async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        if old is None:
-            return await self.create(key, new)
-        return await self._put_if(lambda steps, raw: steps.value(raw) == old, key, new)
+        return await self._put_if(key, old, new)
 
     async def _put_if(
-        self, holds: Callable[[Any, bytes], Any], key: str, value: bytes, lease: Lease | None = None
+        self, key: str, old: bytes | None, new: bytes, lease: Lease | None = None
     ) -> bool:
-        raw = key.encode()
-
-        def send(client: Any) -> Awaitable[tuple[bool, Any]]:
-            steps = client.transactions
-            put = steps.put(raw, value, lease=lease.id if lease else None)
-            return client.transaction(compare=[holds(steps, raw)], success=[put], failure=[])
-
-        done, replies = await self._call(send, lease)
-        if done:
-            _note(lease, raw, replies[0].response_put.header)
-        return done
+        put = _put(key, new, lease)
+        if old is None:
+            expected: dict[str, Any] = {"target": rpc.Compare.CREATE, "create_revision": 0}
+        else:
+            expected = {"target": rpc.Compare.VALUE, "value": old}
+        compare = rpc.Compare(key=put.key, result=rpc.Compare.EQUAL, **expected)
+        steps = [rpc.RequestOp(request_put=put)]
+        reply = await self._call(rpc.TxnRequest(compare=[compare], success=steps), lease)
+        if reply.succeeded:
+            _note(lease, put.key, reply.header)
+        return reply.succeeded
 
     async def delete(self, key: str) -> bool:
-        return await self._call(lambda client: client.delete(key.encode())) is not None
+        return (await self._call(rpc.DeleteRangeRequest(key=key.encode()))).deleted > 0
 
     async def revoke(self, lease_id: int) -> bool:
         try:
-            await self._call(lambda client: client.revoke_lease(lease_id))
+            await self._call(rpc.LeaseRevokeRequest(ID=lease_id))
         except StoreUnavailable as exc:
             if _is_not_found(exc.__cause__):
                 return False
@@ -132,7 +129,7 @@ class EtcdStore:
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
         async with contextlib.AsyncExitStack() as stack:
             with self._errors():
-                opening = open_lease(self._address, ttl_s, self._backend)
+                opening = open_lease(self._client, ttl_s, self._backend.clock)
                 lease = await stack.enter_async_context(opening)
             yield lease
 
@@ -145,24 +142,17 @@ class EtcdStore:
             raise StoreUnavailable(f"etcd at {self._url}: not connected")
         return self._connected
 
-    async def _call(
-        self,
-        send: Callable[[Any], Awaitable[Any]],
-        lease: Lease | None = None,
-        *,
-        reads: bool = False,
-    ) -> Any:
-        """lease: the lease to which the call attaches a key. reads: whether it changes nothing."""
+    async def _call(self, request: Any, lease: Lease | None = None) -> Any:
+        """lease: the lease to which the request attaches a key."""
         with self._errors(lease):
             client = self._client
             try:
-                return await client.call(lambda: send(client), reads=reads)
-            except (aetcd.ClientError, rpc.AioRpcError) as exc:
+                return await client.call(request)
+            except rpc.AioRpcError as exc:
                 if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
                     raise
-            # A wiped store has the lease again, unless it is unavailable for the thread that
-            # refreshes the lease.
-            return await client.call(lambda: send(client))
+            # A wiped store has the lease again.
+            return await client.call(request)
 
     async def _probe(self) -> None:
         """Asks until etcd answers; connections are otherwise made at first use."""
@@ -173,10 +163,10 @@ class EtcdStore:
                 await self.get("\0")
                 return
             except StoreUnavailable as exc:
-                cause = exc.__cause__ or exc
-                if status(cause) is rpc.StatusCode.PERMISSION_DENIED:
+                code = _code(exc.__cause__)
+                if code is rpc.StatusCode.PERMISSION_DENIED:
                     return  # etcd has replied: this user may not read that key
-                refused = status(cause) not in UNREACHABLE or tls_refusal(details(cause))
+                refused = code not in UNREACHABLE or tls_refusal(details(exc.__cause__ or exc))
                 if refused or monotonic() >= deadline:
                     raise StartupError(f"cannot use {exc}") from exc
             await asyncio.sleep(_PROBE_PAUSE_S)
@@ -188,7 +178,7 @@ class EtcdStore:
             raise LeaseLost(lease.id, lease.loss.value)
         try:
             yield
-        except (aetcd.ClientError, rpc.AioRpcError) as exc:
+        except rpc.AioRpcError as exc:
             if lease is not None and lease.loss is not None:
                 raise LeaseLost(lease.id, lease.loss.value) from exc
             if lease is not None and _is_not_found(exc):
@@ -201,11 +191,15 @@ class EtcdStore:
             raise ConfigError([f"etcd URL {self._url}: {exc}"]) from exc
 
 
-def _meaning(text: str) -> str:
+def _meaning(said: str) -> str:
     for pattern, meaning in _MEANINGS:
-        if re.search(pattern, text):
+        if re.search(pattern, said):
             return meaning
-    return tls_refusal(text) or text
+    return tls_refusal(said) or said
+
+
+def _put(key: str, value: bytes, lease: Lease | None) -> Any:
+    return rpc.PutRequest(key=key.encode(), value=value, lease=lease.id if lease else 0)
 
 
 def _note(lease: Lease | None, key: bytes, header: Any) -> None:
@@ -215,4 +209,8 @@ def _note(lease: Lease | None, key: bytes, header: Any) -> None:
 
 def _is_not_found(exc: BaseException | None) -> bool:
     """Whether etcd has replied NOT_FOUND, which it does only for leases."""
-    return status(exc) is rpc.StatusCode.NOT_FOUND
+    return _code(exc) is rpc.StatusCode.NOT_FOUND
+
+
+def _code(exc: BaseException | None) -> rpc.StatusCode | None:
+    return exc.code() if isinstance(exc, rpc.AioRpcError) else None

@@ -15,6 +15,7 @@ from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 from dynamo_lite.runtime.etcd.client import EtcdClient
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,12 @@ _NEEDS_LEADER = ("hasleader", "true")
 _UNREACHABLE = (rpc.AioRpcError, TimeoutError, EOFError)
 
 
-def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all keys that begin with `prefix`; NUL (all keys) if none."""
-    stem = prefix.rstrip(b"\xff")
-    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
+def under(prefix: str) -> dict[str, bytes]:
+    """All keys that begin with `prefix`, as fields of a request."""
+    first = prefix.encode()
+    # The first key after them; NUL: there is none. A prefix ends with no 0xFF, which UTF-8 lacks.
+    after = first[:-1] + bytes([first[-1] + 1]) if first else b"\0"
+    return {"key": first or b"\0", "range_end": after}
 
 
 class EtcdWatch:
@@ -38,35 +41,31 @@ class EtcdWatch:
 
     def __init__(self, client: EtcdClient, prefix: str):
         self._client = client
-        self._prefix = prefix.encode()
-        self._end = prefix_end(self._prefix) if prefix else b"\0"
-        self._broken = False
-
-    def __repr__(self) -> str:
-        return f"EtcdWatch({self._prefix.decode()!r})"
+        self._prefix = prefix
+        self._log_limit = LogLimit(60.0)
 
     async def events(self) -> AsyncGenerator[WatchEvent]:
         """Endless. A cancelled wait for the next event ends it."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                reply = await self._client.range(
-                    rpc.RangeRequest(key=self._prefix or b"\0", range_end=self._end)
-                )
+                reply = await self._client.call(rpc.RangeRequest(**under(self._prefix)))
                 pause_s = _FIRST_PAUSE_S
-                yield Snapshot({_text(kv.key): kv.value for kv in reply.kvs})
+                yield Snapshot({text(kv.key): kv.value for kv in reply.kvs})
                 async with contextlib.aclosing(self._after(reply.header.revision)) as events:
                     async for event in events:
                         yield event
             except _UNREACHABLE as exc:
-                self._note_broken(exc)
+                why = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
+                said = "watch on %s disconnected, retrying: %s"
+                self._log_limit.log(logger, said, self._prefix, why)
             except asyncio.CancelledError:
                 # gRPC also raises this for a call that it has cancelled itself.
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
             except Exception:
-                logger.exception("watch on %s failed; listing it again", self._prefix.decode())
+                logger.exception("watch on %s failed; listing it again", self._prefix)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -77,49 +76,28 @@ class EtcdWatch:
         call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
         try:
             async with asyncio.timeout(self._client.timeout_s):
-                await call.write(self._request(revision + 1))
+                create = rpc.WatchCreateRequest(**under(self._prefix), start_revision=revision + 1)
+                await call.write(rpc.WatchRequest(create_request=create))
                 response = await call.read()
             while response is not EOF:
                 if response.canceled:
                     await self._on_refused(response)
                     return
-                self._note_healthy()
                 for event in response.events:
-                    key = _text(event.kv.key)
+                    key = text(event.kv.key)
                     put = event.type == rpc.Event.PUT
                     yield Put(key, event.kv.value) if put else Delete(key)
                 response = await call.read()
         finally:
             call.cancel()
 
-    def _request(self, start_revision: int) -> Any:
-        return rpc.WatchRequest(
-            create_request=rpc.WatchCreateRequest(
-                key=self._prefix or b"\0", range_end=self._end, start_revision=start_revision
-            )
-        )
-
     async def _on_refused(self, response: Any) -> None:
         if response.compact_revision:
             return
-        logger.error(
-            "etcd refuses the watch on %s, retrying: %s",
-            self._prefix.decode(),
-            response.cancel_reason,
-        )
+        why = response.cancel_reason
+        logger.error("etcd refuses the watch on %s, retrying: %s", self._prefix, why)
         await asyncio.sleep(_REFUSED_PAUSE_S)
 
-    def _note_broken(self, exc: BaseException) -> None:
-        if not self._broken:
-            self._broken = True
-            reason = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
-            logger.warning("watch on %s disconnected, retrying: %s", self._prefix.decode(), reason)
 
-    def _note_healthy(self) -> None:
-        if self._broken:
-            self._broken = False
-            logger.info("watch on %s reconnected", self._prefix.decode())
-
-
-def _text(key: bytes) -> str:
+def text(key: bytes) -> str:
     return key.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Which of a roster's members are healthy, by their heartbeats (`heartbeat.py`).
+"""Heartbeats, and which of a roster's members are healthy by them.
 
 A registered member may be unable to work: stopped, stuck, or with an engine that does not
 reply. Missing or bad heartbeats show this long before its lease expires, and new ones show
@@ -7,6 +7,7 @@ when it is healthy again.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,18 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_PERIOD_S = 1.0
 #: A member without a heartbeat for this long is unhealthy.
 SILENT_S = 4.0
 #: After a delay of this process none is marked for this long: heartbeats in its own buffers are
@@ -31,36 +36,44 @@ SECOND_LOOK_S = 1.0
 #: How often missing heartbeats are looked for.
 _LOOK_S = 0.2
 
+#: Whether a worker is healthy, and what is wrong if it is not.
+HealthVerdict = tuple[bool, str]
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
 
 
-@dataclass
-class MemberHealth:
-    """One member, as its heartbeats show it. `HealthMonitor` writes what the methods do not."""
+async def publish_heartbeats(
+    messaging: Messaging,
+    *,
+    namespace: str,
+    component: str,
+    lease_id: int,
+    verdict: Callable[[], HealthVerdict],
+) -> None:
+    """Publishes one worker's heartbeats until it is cancelled. From then on only the worker's
+    registration counts."""
+    subject = names.health_subject(namespace, component)
+    for number in itertools.count():
+        ok, detail = verdict()
+        heartbeat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail=detail[:512])
+        # Without a broker no process expects heartbeats.
+        with contextlib.suppress(Unavailable):
+            await messaging.publish(subject, encode(heartbeat))
+        await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
+
+@dataclass
+class _Member:
     #: When it was last known to be healthy, or when its timeout began.
     well_at: float
-    #: Number of the newest heartbeat.
-    number: int = -1
-    #: The content of the newest heartbeat.
-    ok: bool = True
-    detail: str = ""
+    #: The newest one.
+    heartbeat: Heartbeat
     #: Whether heartbeats are missing.
     silent: bool = False
 
     @property
     def responsive(self) -> bool:
-        return self.ok and not self.silent
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong; empty when only heartbeats are missing, or nothing."""
-        return "" if self.ok else self.detail or "it cannot work"
-
-    def take(self, heartbeat: Heartbeat) -> None:
-        """It is the newest one."""
-        self.number, self.ok, self.detail = heartbeat.number, heartbeat.ok, heartbeat.detail
+        return self.heartbeat.ok and not self.silent
 
 
 class HealthMonitor:
@@ -82,13 +95,10 @@ class HealthMonitor:
     ):
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
-        self._members: dict[int, MemberHealth] = {}
+        self._members: dict[int, _Member] = {}
         #: The roster's members, and the healthy ones of them as long as nothing changes.
         self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
-        self._timer: asyncio.TimerHandle | None = None
-        #: No member is marked as silent before.
-        self._trusted_until = 0.0
         self._stack = contextlib.AsyncExitStack()
         if registry is not None:
             Gauge(
@@ -96,10 +106,6 @@ class HealthMonitor:
                 "Members that are registered, but silent or unable to work",
                 registry=registry,
             ).set_function(lambda: len(roster.members) - len(self.responsive))
-
-    def __repr__(self) -> str:
-        unwell = sorted(f"{i:x}" for i, m in self._members.items() if not m.responsive)
-        return f"HealthMonitor({self._subject!r}, unresponsive={unwell})"
 
     @property
     def responsive(self) -> Members:
@@ -119,7 +125,9 @@ class HealthMonitor:
         member = self._members.get(lease_id)
         if member is None or member.responsive:
             return ""
-        return member.trouble or f"no heartbeat for {self.silent_for(lease_id):.1f} s"
+        if member.heartbeat.ok:
+            return f"no heartbeat for {self.silent_for(lease_id):.1f} s"
+        return member.heartbeat.detail or "it cannot work"
 
     @property
     def receives_heartbeats(self) -> bool:
@@ -129,7 +137,7 @@ class HealthMonitor:
     def is_known_unwell(self, lease_id: int) -> bool:
         """Whether its last heartbeat reports it as unhealthy; missing ones do not."""
         member = self._members.get(lease_id)
-        return member is not None and not member.ok
+        return member is not None and not member.heartbeat.ok
 
     def silent_for(self, lease_id: int) -> float:
         """Seconds since the member was last known to be healthy; 0 if it is no member."""
@@ -147,8 +155,7 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self._look(self._now())
-            stack.callback(self._stop_looking)
+            await stack.enter_async_context(running(self._look(), name="missing heartbeats"))
             stack.enter_context(self._roster.on_change(self._on_roster))
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
@@ -159,10 +166,6 @@ class HealthMonitor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-
-    def _stop_looking(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -177,34 +180,37 @@ class HealthMonitor:
     async def _on_heartbeat(self, payload: bytes) -> None:
         heartbeat = decode_heartbeat(payload)
         member = self._members.get(heartbeat.lease_id)
-        if member is not None and heartbeat.number > member.number:
+        if member is not None and heartbeat.number > member.heartbeat.number:
             self._update(heartbeat.lease_id, heartbeat)
 
     def _update(self, lease_id: int, heartbeat: Heartbeat | None) -> None:
-        member = self._members.get(lease_id)
-        if member is None:
+        if (member := self._members.get(lease_id)) is None:
             return
-        before = member.responsive
-        member.silent = False
+        before, member.silent = member.responsive, False
         if heartbeat is not None:
-            member.take(heartbeat)
-        if member.responsive != before:
-            self._known = None
-        if member.ok:
+            member.heartbeat = heartbeat
+        if member.heartbeat.ok:
             member.well_at = self._now()
-        if member.responsive and not before:
-            logger.info("worker %x is healthy again", lease_id)
-            self._listeners.notify(frozenset({lease_id}), frozenset())
-        elif before and not member.responsive:
-            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
-            self._listeners.notify(frozenset(), frozenset({lease_id}))
+        if member.responsive != before:
+            self._changed(frozenset({lease_id}), member.responsive)
+
+    def _changed(self, lease_ids: frozenset[int], well: bool) -> None:
+        self._known = None  # other threads read `responsive`
+        for lease_id in lease_ids:
+            if well:
+                logger.info("worker %x is healthy again", lease_id)
+            else:
+                logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
+        none = frozenset[int]()
+        self._listeners.notify(*((lease_ids, none) if well else (none, lease_ids)))
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
         self._known = None
         for lease_id in left:
             self._members.pop(lease_id, None)
         for lease_id in joined:
-            self._members[lease_id] = MemberHealth(self._now())
+            none_yet = Heartbeat(lease_id=lease_id, number=-1, ok=True)
+            self._members[lease_id] = _Member(self._now(), none_yet)
 
     def _on_connection(self, connected: bool) -> None:
         if connected:
@@ -213,22 +219,22 @@ class HealthMonitor:
 
     # Missing heartbeats
 
-    def _look(self, due: float) -> None:
+    async def _look(self) -> None:
         """Marks the members that are silent."""
-        now = self._now()
-        self._timer = asyncio.get_running_loop().call_at(now + _LOOK_S, self._look, now + _LOOK_S)
-        if now > due + SECOND_LOOK_S / 2:
-            self._trusted_until = now + SECOND_LOOK_S
-        if not self._messaging.connected or now < self._trusted_until:
-            return
+        trusted_from = due = self._now()
+        while True:
+            if (now := self._now()) > due + SECOND_LOOK_S / 2:
+                trusted_from = now + SECOND_LOOK_S
+            if self._messaging.connected and now >= trusted_from:
+                self._mark(now)
+            due = now + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+
+    def _mark(self, now: float) -> None:
         silent = frozenset(
             i for i, m in self._members.items() if m.responsive and now - m.well_at >= SILENT_S
         )
-        if not silent:
-            return
         for lease_id in silent:
             self._members[lease_id].silent = True
-        self._known = None  # after that: other threads read `responsive`
-        for lease_id in silent:
-            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
-        self._listeners.notify(frozenset(), silent)
+        if silent:
+            self._changed(silent, False)

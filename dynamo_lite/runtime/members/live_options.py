@@ -45,9 +45,6 @@ class LiveOptions:
         #: Those of the last valid record.
         self.values: Values = {}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._key!r}, {self.values})"
-
     def facts(self) -> dict[str, Any]:
         """For /health, by their keys. file: the values of the configuration file. set: those that
         this process uses instead."""

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
-from dynamo_lite.runtime.store import Snapshot, Store, WatchEvent, changes, following
+from dynamo_lite.runtime.store import Delete, Snapshot, Store, WatchEvent, changes, following
 from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,12 @@ class Roster:
         self._on_drop = on_drop
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
-        #: Keys of `_records` that the store has lost, and until when they may come back.
-        self._lost: dict[str, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        #: Keys of `_records` that the store has lost: each is removed unless it comes back.
+        self._lost: dict[str, asyncio.TimerHandle] = {}
         self._members: Members = ()
         self._by_lease: dict[int, EndpointRecord] = {}
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
         self._stack = contextlib.AsyncExitStack()
-
-    def __repr__(self) -> str:
-        return f"Roster({self._prefix!r}, members={len(self._members)})"
 
     @property
     def members(self) -> Members:
@@ -81,7 +77,7 @@ class Roster:
     async def __aenter__(self) -> Self:
         """Raises StoreUnavailable when the first listing does not come in time."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._forget_timer)
+            stack.callback(self._forget_lost)
             follower = following(self._store, self._prefix, self._apply, self._on_failure)
             await stack.enter_async_context(follower)
             self._stack = stack.pop_all()
@@ -91,18 +87,19 @@ class Roster:
         await self._stack.aclose()
 
     def _apply(self, event: WatchEvent) -> None:
-        until = asyncio.get_running_loop().time() + _RETURN_S
+        loop = asyncio.get_running_loop()
         for key, value in changes(event, self._records).items():
             if value is None and isinstance(event, Snapshot):
-                self._lost.setdefault(key, until)
+                if key not in self._lost:
+                    self._lost[key] = loop.call_later(_RETURN_S, self._apply, Delete(key))
                 continue
-            self._lost.pop(key, None)
+            if (timer := self._lost.pop(key, None)) is not None:
+                timer.cancel()
             record = None if value is None else self._parse(key, value)
             if record is None:
                 self._records.pop(key, None)
             else:
                 self._records[key] = record
-        self._await_lost()
         self._publish()
 
     def _parse(self, key: str, value: bytes) -> EndpointRecord | None:
@@ -121,24 +118,9 @@ class Roster:
             return None
         return record
 
-    def _await_lost(self) -> None:
-        self._forget_timer()
-        if self._lost:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(min(self._lost.values()), self._remove_lost)
-
-    def _remove_lost(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for key in [key for key, until in self._lost.items() if until <= now]:
-            del self._lost[key]
-            self._records.pop(key, None)
-        self._await_lost()
-        self._publish()
-
-    def _forget_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _forget_lost(self) -> None:
+        for timer in self._lost.values():
+            timer.cancel()
 
     def _publish(self) -> None:
         before = self._by_lease.keys()

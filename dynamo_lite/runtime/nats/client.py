@@ -38,9 +38,10 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol.command import unsub_cmd
 
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError
+from dynamo_lite.runtime.credentials import user_jwt
 from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.runtime.tls import Reread, TlsFiles
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class PersistentClient(Client):
             return super()._connect_command()
         except (errors.Error, OSError):
             raise
-        except BadCredentials as exc:
+        except ConfigError as exc:
             raise errors.Error(str(exc)) from exc
         except Exception as exc:  # of the package that signs
             raise errors.Error(f"its key cannot be used: {type(exc).__name__}") from exc
@@ -207,3 +208,48 @@ async def _keeping_cancels(call: Coroutine[Any, Any, T]) -> T:
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result
+
+
+class TlsMismatch(errors.Error):
+    """Server and URL disagree about TLS: a retry is of no use."""
+
+
+class TlsClient(PersistentClient):
+    """Requires TLS. A server begins in plain text and announces there whether it wants TLS. nats-py
+    follows that announcement, so a man in the middle could make it send the password in plain text.
+    This client raises or reports TlsMismatch before it sends any credentials to a wrong server."""
+
+    def __init__(self, files: TlsFiles):
+        """Raises ConfigError."""
+        super().__init__()
+        self._files, self._context = files, Reread(files, files.context)
+
+    def _new_transport(self) -> LoopTransport:
+        self.options["tls"] = self._context.current()
+        return _TlsTransport()
+
+    def _connect_command(self) -> bytes:
+        if not isinstance(self._transport, _TlsTransport) or not self._transport.secured:
+            raise TlsMismatch("it does not offer TLS; write nats:// if that is intended")
+        if self._server_info.get("tls_verify") and self._files.cert is None:
+            raise TlsMismatch("it requires a client certificate: ?cert=FILE&key=FILE")
+        return super()._connect_command()
+
+
+class _TlsTransport(LoopTransport):
+    """Records whether the TLS handshake has succeeded."""
+
+    secured = False
+
+    async def connect_tls(self, *args: Any, **options: Any) -> None:
+        await super().connect_tls(*args, **options)
+        # `start_tls` does not tell the protocol, which would keep a connection open that the server
+        # has ended, and the loop would log each time that TLS cannot do that.
+        writer: Any = self._io_writer
+        writer._protocol._over_ssl = True
+        self.secured = True
+
+    async def wait_closed(self) -> None:
+        # After a failed handshake asyncio would never report that the connection is closed.
+        if self.secured:
+            await super().wait_closed()

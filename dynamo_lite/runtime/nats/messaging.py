@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Self
 
 from nats import errors
@@ -23,9 +24,14 @@ from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection, SendReply
-from dynamo_lite.runtime.nats.client import PersistentClient, drop, is_forbidden
-from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
+from dynamo_lite.runtime.messaging import Dispatcher, Handler, OnConnection
+from dynamo_lite.runtime.nats.client import (
+    PersistentClient,
+    TlsClient,
+    TlsMismatch,
+    drop,
+    is_forbidden,
+)
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.runtime.tls import tls_refusal
@@ -39,7 +45,8 @@ _AUTHORIZATION = "authorization violation"
 class NatsMessaging:
     """Implements `Messaging`; `client` is the underlying nats-py connection.
 
-    url: see `parse_nats_url`.
+    url: see `parse_nats_url`; empty for a process that needs no broker, where every call that would
+    need one raises BrokerUnavailable.
     """
 
     def __init__(
@@ -52,16 +59,13 @@ class NatsMessaging:
         """Raises ConfigError when `url` is not a NATS URL."""
         self._on_drop = on_drop
         self._url = redact(url)
-        self._address = parse_nats_url(url)
+        self._address = parse_nats_url(url) if url else None
         self._connect_timeout_s = connect_timeout_s
         self._client: Client | None = None
         self._outage = False
         self._listeners = Listeners[[bool]]("the connection")
         self._refusals: asyncio.Queue[str] = asyncio.Queue()
         self._log_limit = LogLimit()
-
-    def __repr__(self) -> str:
-        return f"NatsMessaging({self._url}, connected={self.connected})"
 
     @property
     def client(self) -> Client:
@@ -73,7 +77,10 @@ class NatsMessaging:
     @property
     def connected(self) -> bool:
         # nats-py counts as connected before it has sent the subscriptions again.
-        return self._client is not None and self._client.is_connected and not self._outage
+        client = self._client
+        if client is None:
+            return self._address is None
+        return client.is_connected and not self._outage
 
     @property
     def clustered(self) -> bool:
@@ -90,11 +97,13 @@ class NatsMessaging:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError on a timeout, or when all servers refuse the connection."""
-        client = TlsClient(self._address.tls) if self._address.tls else PersistentClient()
+        if (address := self._address) is None:
+            return self
+        client = TlsClient(address.tls) if address.tls else PersistentClient()
         try:
             # With endless reconnects the first connect never gives up either.
             async with asyncio.timeout(self._connect_timeout_s):
-                await first_of(self._open(client), self._all_refuse())
+                await first_of(self._open(client, address), self._all_refuse(len(address.hosts)))
         except (errors.Error, OSError, TimeoutError, ValueError) as exc:
             await _close(client)
             reason = _reason(client.last_error or exc) or "timeout, no server has answered"
@@ -134,27 +143,20 @@ class NatsMessaging:
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         """See `Messaging.serve`. Entering returns when the server has the subscription."""
-        dispatcher = Dispatcher(subject, handler)
+        async with Dispatcher(subject, handler) as dispatcher:
 
-        async def deliver(message: Msg) -> None:
-            # By a reply to any other subject a user could send there with our rights.
-            inbox = message.reply.startswith(DEFAULT_INBOX_PREFIX.decode())
-            reply = self._reply_to(message.reply) if inbox else None
-            await dispatcher.submit(message.data, reply)
+            async def deliver(message: Msg) -> None:
+                # By a reply to any other subject a user could send there with our rights.
+                inbox = message.reply.startswith(DEFAULT_INBOX_PREFIX.decode())
+                reply = partial(self.publish, message.reply) if inbox else None
+                await dispatcher.submit(message.data, reply)
 
-        subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
-        try:
-            yield
-        except GeneratorExit:
-            # The context was never left, and the event loop closes it: nothing can be awaited.
-            drop(subscription)
-            dispatcher.cancel()
-            raise
-        except BaseException:
-            dispatcher.cancel()
-            await _unsubscribe(subscription, dispatcher)
-            raise
-        await _unsubscribe(subscription, dispatcher)
+            subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
+            try:
+                yield
+                await _drain(subscription)
+            finally:
+                drop(subscription)
 
     async def _subscribe(
         self, subject: str, deliver: Callable[[Msg], Awaitable[None]]
@@ -173,21 +175,14 @@ class NatsMessaging:
                 raise
         return subscription
 
-    def _reply_to(self, inbox: str) -> SendReply:
-        async def reply(payload: bytes) -> None:
-            await self.publish(inbox, payload)
-
-        return reply
-
-    async def _all_refuse(self) -> None:
+    async def _all_refuse(self, servers: int) -> None:
         """Raises the last server's reason when all servers have refused."""
         refusal = ""
-        for _ in self._address.hosts:
+        for _ in range(servers):
             refusal = await self._refusals.get()
         raise errors.Error(refusal)
 
-    async def _open(self, client: Client) -> None:
-        address = self._address
+    async def _open(self, client: Client, address: ServerAddress) -> None:
         await client.connect(
             _server_urls(address),
             tls=address.tls.context() if address.tls else None,
@@ -257,19 +252,13 @@ class NatsMessaging:
         self._listeners.notify(True)
 
 
-async def _unsubscribe(subscription: Subscription, dispatcher: Dispatcher) -> None:
+async def _drain(subscription: Subscription) -> None:
     """Messages that the server sends before it knows are still handled."""
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await subscription.drain()
     except (errors.Error, OSError, TimeoutError) as exc:
         logger.debug("%s: unsubscribed without a flush: %r", subscription.subject, exc)
-    except asyncio.CancelledError:
-        dispatcher.cancel()
-        raise
-    finally:
-        drop(subscription)
-        await dispatcher.join()
 
 
 def _server_urls(address: ServerAddress) -> list[str]:

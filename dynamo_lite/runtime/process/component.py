@@ -23,7 +23,7 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.held_keys import HeldKeys
-from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.process.readiness import ProbeBody, Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -100,42 +100,30 @@ class Component(Protocol):
         ...
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Host:
     """What a process offers to its component: servers, registration, owned tasks."""
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        *,
-        store: Store,
-        messaging: Messaging,
-        lease: Lease,
-        registry: CollectorRegistry,
-        report: Report,
-        stop: StopRequest,
-        clock: Clock = SYSTEM_CLOCK,
-        drops: OnDrop = uncounted,
-        tracer: Tracer | None = None,
-        certificates: Certificates | None = None,
-    ):
-        self.spec = spec
-        self.store = store
-        self.messaging = messaging
-        self.lease = lease
-        self.registry = registry
-        self.clock = clock
-        self.drops = drops
-        self.tracer = tracer
-        #: Of this component; None: it has none.
-        self.certificates = certificates
-        self.status_url = ""
-        self.probes: Probes = {}
-        self._report = report
-        self._stop = stop
+    spec: ProcessSpec
+    store: Store
+    messaging: Messaging
+    lease: Lease
+    registry: CollectorRegistry
+    report: Report
+    stopping: StopRequest
+    clock: Clock = SYSTEM_CLOCK
+    drops: OnDrop = uncounted
+    tracer: Tracer | None = None
+    #: Of this component; None: it has none.
+    certificates: Certificates | None = None
+    status_url: str = ""
+    probes: Probes = field(default_factory=dict[str, Callable[[], ProbeBody]])
+
+    def __post_init__(self) -> None:
         self._endpoints: set[str] = set()
         self._tasks = OwnedTasks(self._task_failed)
         #: What the process stores under its lease.
-        self.keys = HeldKeys(store, lease, self.spawn)
+        self.keys = HeldKeys(self.store, self.lease, self.spawn)
 
     @property
     def own_certificates(self) -> Certificates | None:
@@ -206,7 +194,7 @@ class Host:
 
     def progress(self, text: str) -> None:
         """Has the supervisor print a line: what the start is doing, or what is wrong."""
-        self._report({"state": "starting", "detail": text})
+        self.report({"state": "starting", "detail": text})
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Runs a task of the process. If it fails, the process drains and exits with code 70.
@@ -217,7 +205,7 @@ class Host:
 
     def stop(self, reason: str, code: int = 0) -> None:
         """Requests a drain and then an exit with `code`. Only the first call counts."""
-        self._stop.set(reason, code)
+        self.stopping.set(reason, code)
 
     async def cancel_tasks(self) -> None:
         """Ends the owned tasks."""

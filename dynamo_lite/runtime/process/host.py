@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -12,7 +12,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import (
     REGISTRY,
@@ -29,7 +29,7 @@ from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, drop_counter
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging, NoBroker
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
@@ -58,13 +58,6 @@ _CLOSE_TIMEOUT_S = 30.0
 Health = Callable[[], dict[str, Any]]
 
 
-class Status(Protocol):
-    @property
-    def url(self) -> str:
-        """The URL of the process's health and metrics."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
     """The environment of a process: the servers, its status server, the clock."""
@@ -73,11 +66,10 @@ class ProcessEnvironment:
         EtcdStore(spec.etcd_url)
     )
     open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
-        lambda spec, on_drop: (
-            NatsMessaging(spec.nats_url, on_drop=on_drop) if spec.nats_url else NoBroker()
-        )
+        lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
     )
-    open_status: Callable[["Host", Health], AbstractAsyncContextManager[Status]] = (
+    #: Of a context with the `url` of the process's health and metrics.
+    open_status: Callable[["Host", Health], AbstractAsyncContextManager[Any]] = (
         lambda host, health: StatusServer(
             health,
             host.registry,
@@ -108,12 +100,15 @@ async def run_process(
             process = _Process(spec, component, report, stop, environment or ProcessEnvironment())
             try:
                 async with stop.interrupts():
-                    await process.open(stack)
+                    await process.start(stack)
             except Interrupted:
-                return stop.code
+                process.interrupted()
             except Exception as exc:
                 return process.failed(exc)
-            return await process.run()
+            else:
+                await stop.wait()
+                await process.drain()
+            return stop.code
 
 
 class _Process:
@@ -138,8 +133,9 @@ class _Process:
         self._state = "starting"
         self._draining_since: float | None = None
 
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Connects the servers and opens the status server; `stack` closes them in reverse."""
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Connects the servers, opens the status server and starts the component; `stack` ends all
+        of it in reverse, after any failure, too."""
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -155,59 +151,40 @@ class _Process:
         ttl_s = self._spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
-        self.host = Host(
-            self._spec,
+        self.host = host = Host(
+            spec=self._spec,
             store=store,
             messaging=messaging,
             lease=lease,
             registry=registry,
             report=self._report,
-            stop=self._stop,
+            stopping=self._stop,
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
             certificates=None if folder is None else Certificates(Path(folder), *whose),
         )
-        self.host.probes = {
-            "/live": lambda: liveness(self._facts()),
-            "/ready": self._ready_for_work,
-        }
+        host.probes = {"/live": lambda: liveness(self._facts()), "/ready": self._ready_for_work}
         stack.enter_context(add_metrics(registry, self._spec, lease, messaging))
-        status = await stack.enter_async_context(environment.open_status(self.host, self._health))
-        self.host.status_url = status.url
+        status = await stack.enter_async_context(environment.open_status(host, self._health))
+        host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
+        stack.push_async_callback(host.cancel_tasks)
+        stack.push_async_callback(self._close)
+        stack.push_async_callback(self._leave)
+        facts = await self._component.start(host)
+        self._state = "ready"
+        known = {"status_url": host.status_url, "lease": f"{lease.id:x}", "pid": os.getpid()}
+        self._report({"state": "ready", **known, **facts})
 
-    async def run(self) -> int:
-        """Start, wait, drain, close."""
-        # A stack: a cancel in one step of the end must not skip the next one.
-        async with AsyncExitStack() as end:
-            end.push_async_callback(self.host.cancel_tasks)
-            end.push_async_callback(self._close)
-            end.push_async_callback(self._leave)
-            return await self._run()
-
-    async def _run(self) -> int:
-        try:
-            async with self._stop.interrupts():
-                facts = await self._component.start(self.host)
-        except Interrupted:
-            self._report_draining()
-            if self._stop.code != EXIT_STOPPED:
-                lost = self._stop.code == EXIT_LEASE_EXPIRED
-                why = self._stop.reason + (": etcd was out of reach" if lost else "")
-                self._report({"state": "failed", "error": why})
-            return self._stop.code
-        except Exception as exc:
-            return self.failed(exc)
-        self._ready(facts)
-        await self._stop.wait()
-        await self._drain()
-        return self._stop.code
-
-    async def _leave(self) -> None:
-        self._state = "draining"
-        await self.host.deregister()
+    def interrupted(self) -> None:
+        """The start was: a stop was requested."""
+        self._report_draining()
+        if self._stop.code != EXIT_STOPPED:
+            lost = self._stop.code == EXIT_LEASE_EXPIRED
+            why = self._stop.reason + (": etcd was out of reach" if lost else "")
+            self._report({"state": "failed", "error": why})
 
     def failed(self, exc: Exception) -> int:
         """Reports a failed start. Returns the exit code."""
@@ -219,25 +196,12 @@ class _Process:
         self._report({"state": "failed", "error": error})
         return EXIT_START_FAILED
 
-    def _ready(self, facts: Mapping[str, Any]) -> None:
-        self._state = "ready"
-        self._report(
-            {
-                "state": "ready",
-                "status_url": self.host.status_url,
-                "lease": f"{self.host.lease.id:x}",
-                "pid": os.getpid(),
-                **facts,
-            }
-        )
-
-    async def _drain(self) -> None:
-        self._state = "draining"
+    async def drain(self) -> None:
         self._draining_since = self.host.clock.monotonic()
         grace_s = self._spec.grace_s
         logger.info("draining for up to %g s: %s", grace_s, self._stop.reason)
         self._report_draining()
-        await self.host.deregister()
+        await self._leave()
         try:
             async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
                 await self._component.drain(grace_s)
@@ -249,6 +213,10 @@ class _Process:
         # Known before the end, so that one that dies in its drain is not started again.
         for_good = self._stop.code == EXIT_STOPPED
         self._report({"state": "draining", "reason": self._stop.reason, "for_good": for_good})
+
+    async def _leave(self) -> None:
+        self._state = "draining"
+        await self.host.deregister()
 
     async def _close(self) -> None:
         try:
@@ -275,8 +243,8 @@ class _Process:
         )
 
     def _health(self) -> dict[str, Any]:
-        facts = self._facts()
-        connected = self.host.messaging.connected
+        facts, host, since = self._facts(), self.host, self._draining_since
+        connected = host.messaging.connected
         healthy = facts.pop("ok", True) and connected and self._state == "ready"
         return {
             "ok": bool(healthy),
@@ -284,20 +252,16 @@ class _Process:
             "namespace": self._spec.namespace,
             "component": self._spec.component,
             "instance": self._spec.instance,
-            "lease": f"{self.host.lease.id:x}",
+            "lease": f"{host.lease.id:x}",
             "pid": os.getpid(),
             "version": __version__,
             **({"nats_connected": connected} if self._spec.nats_url else {}),
             "grace_s": self._spec.grace_s,
             "lease_ttl_s": self._spec.lease_ttl_s,
-            "draining_s": self._draining_s(),
+            # 0 before the drain.
+            "draining_s": 0.0 if since is None else host.clock.monotonic() - since,
             **facts,
         }
-
-    def _draining_s(self) -> float:
-        """0 before the drain."""
-        since = self._draining_since
-        return 0.0 if since is None else self.host.clock.monotonic() - since
 
 
 def add_metrics(

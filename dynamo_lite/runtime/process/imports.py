@@ -1,18 +1,12 @@
 """Imports of large modules."""
 
-import asyncio
 import gc
 import importlib
 import sys
 
 
-async def import_in_thread(module: str) -> None:
-    """Imports a module that takes seconds; the event loop, and so the lease, goes on meanwhile."""
-    await asyncio.to_thread(import_large, module)
-
-
 def import_large(module: str) -> None:
-    """Imports a module that takes seconds.
+    """Imports a module that takes seconds; in a thread where an event loop runs.
 
     Garbage collection pauses: vLLM's modules make about a million objects, which it would look
     at again and again, and one in fifty of which is garbage. Afterwards all are exempt from it

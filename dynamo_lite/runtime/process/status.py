@@ -62,8 +62,7 @@ class StatusServer:
             self._answer,
             sock,
             None if self._certificates is None else self._certificates.open_server,
-            on_refused=self._dropped,
-            on_malformed=self._dropped,
+            on_drop=lambda: self._on_drop("status"),
             keepalive_timeout=_KEEP_ALIVE_S,
             lingering_time=0.0,
         )
@@ -78,9 +77,6 @@ class StatusServer:
         if self._server is not None:
             await self._server.stop(_STOP_S)
 
-    def _dropped(self) -> None:
-        self._on_drop("status")
-
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
             return web.Response(status=405)
@@ -89,16 +85,11 @@ class StatusServer:
             return _json(facts, 200 if facts.get("ok") else 503)
         if (registry := self._registries.get(request.path)) is None:
             return web.Response(status=404)
-        if why := self._refusal(request):
-            return _json({"error": f"only for the graph's components: {why}"}, 403)
+        if (own := self._certificates) is not None:
+            if why := own.refusal(request.get_extra_info("ssl_object")):
+                return _json({"error": f"only for the graph's components: {why}"}, 403)
         page = generate_latest(registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    def _refusal(self, request: web.BaseRequest) -> str:
-        """Why the client may not read the graph's metrics; empty if it may."""
-        if self._certificates is None:
-            return ""
-        return self._certificates.refusal(request.get_extra_info("ssl_object"))
 
 
 def _json(content: Mapping[str, Any], status: int) -> web.Response:

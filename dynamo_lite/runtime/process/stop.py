@@ -2,20 +2,29 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import uvloop
 
 from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_STOPPED = 0
 EXIT_START_FAILED = 1
 EXIT_OWNED_TASK_FAILED = 70
 EXIT_LEASE_EXPIRED = 75
 EXIT_FORCED = 130
+
+HUNG_S = 120.0
 
 
 def loss_exit_code(loss: LeaseLoss) -> int:
@@ -26,6 +35,27 @@ def loss_exit_code(loss: LeaseLoss) -> int:
 def end_process() -> None:
     """For threads beside the main one, whose exceptions would not reach it."""
     os._exit(EXIT_OWNED_TASK_FAILED)
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main` in an event loop of its own. Ends the process, with the stacks of its threads on
+    stderr, when that has not run for `HUNG_S`: its lease is lost then, and its supervisor starts
+    another one. The watchdog is a thread of the interpreter's, which needs no lock of it."""
+
+    async def watched() -> T:
+        async with running(_watch(), name="watchdog"):
+            return await main
+
+    return uvloop.run(watched())
+
+
+async def _watch() -> None:
+    try:
+        while True:
+            faulthandler.dump_traceback_later(HUNG_S, exit=True)
+            await asyncio.sleep(HUNG_S / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Interrupted(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 from dynamo_lite.disagg.engine import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.health import EngineStatus
-from dynamo_lite.runtime.members.heartbeat import HealthVerdict, publish_heartbeats
+from dynamo_lite.runtime.members.health import HealthVerdict, publish_heartbeats
 from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)

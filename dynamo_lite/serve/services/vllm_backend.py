@@ -1,5 +1,6 @@
 """The real parts of a worker: stock vLLM, JetStream, claim cells in a mapped file."""
 
+import asyncio
 import os
 import uuid
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +18,7 @@ from dynamo_lite.disagg.queue.jetstream import open_queue
 from dynamo_lite.protocol.options import DisaggOptions, subset
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.runtime.process.imports import import_large
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class VllmBackend:
 
     async def prepare(self) -> None:
         """Everything that takes long and needs no other process."""
-        await import_in_thread("dynamo_lite.vllm.engine.core")
+        await asyncio.to_thread(import_large, "dynamo_lite.vllm.engine.core")
 
     def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
         return ClaimCells(config.most_jobs, _engine_file(self._spec, "claims"))

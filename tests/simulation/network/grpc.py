@@ -17,7 +17,7 @@ from tests.simulation.loop.process import SimHandle
 from tests.simulation.network.connection import End
 from tests.simulation.network.network import Network
 
-#: With the options of `runtime/etcd/backend.py`: the time for one try to connect, the pause after
+#: With the options of `runtime/etcd/client.py`: the time for one try to connect, the pause after
 #: a try that failed, and the silence of the server after which the connection is given up.
 _CONNECT_S = 1.0
 _BACKOFF_S = (0.1, 0.4)

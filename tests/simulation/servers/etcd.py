@@ -4,17 +4,13 @@ Requests, responses and errors are those of etcd's gRPC service. A method or a f
 request that no code here uses fails the run.
 """
 
-import asyncio
-import contextlib
-import inspect
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from aetcd import rpc
 
-from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.etcd.client import EtcdBackend
 from tests.simulation.loop.process import SimProcess
 from tests.simulation.network.connection import End
 from tests.simulation.network.grpc import CANCEL, SimChannel, rpc_error
@@ -265,32 +261,5 @@ def etcd_backend(network: Network) -> EtcdBackend:
     """For the process that is running. Hosts of the client's URL are found by their ports."""
     return EtcdBackend(
         open_channel=lambda host, _: SimChannel(network, host[1]),
-        open_portal=_open_portal,
         clock=network.loop.current_process().clock,
     )
-
-
-class _LoopPortal:
-    """Implements Portal in the caller's own event loop: a simulation has no threads."""
-
-    def __init__(self) -> None:
-        self.started: list[Future[Any]] = []
-
-    def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
-        async def run() -> Any:
-            result = func(*args)
-            return await result if inspect.isawaitable(result) else result
-
-        future = asyncio.run_coroutine_threadsafe(run(), asyncio.get_running_loop())
-        self.started.append(future)
-        return future
-
-
-@contextlib.asynccontextmanager
-async def _open_portal() -> AsyncIterator[_LoopPortal]:
-    portal = _LoopPortal()
-    try:
-        yield portal
-    finally:
-        ends = [asyncio.wrap_future(future) for future in portal.started if not future.done()]
-        await asyncio.gather(*ends, return_exceptions=True)

@@ -54,13 +54,13 @@ class Cluster:
     async def host(self, spec: ProcessSpec) -> AsyncIterator[Host]:
         async with self.store.lease(10.0) as lease:
             host = Host(
-                spec,
+                spec=spec,
                 store=self.store,
                 messaging=self.messaging,
                 lease=lease,
                 registry=self.registry if spec.component == "Frontend" else CollectorRegistry(),
                 report=lambda line: None,
-                stop=StopRequest(),
+                stopping=StopRequest(),
             )
             try:
                 yield host

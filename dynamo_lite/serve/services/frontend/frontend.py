@@ -17,7 +17,7 @@ from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.imports import import_in_thread
+from dynamo_lite.runtime.process.imports import import_large
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
@@ -81,7 +81,7 @@ class Frontend:
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
         # After the checks of the port and of etcd, because it takes seconds.
-        await import_in_thread("dynamo_lite.vllm.frontend.openai_app")
+        await asyncio.to_thread(import_large, "dynamo_lite.vllm.frontend.openai_app")
         from dynamo_lite.vllm.frontend.graph_adapters import AdapterStore
         from dynamo_lite.vllm.frontend.openai_app import open_app
 
@@ -104,7 +104,7 @@ class Frontend:
         )
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
-        await import_in_thread("dynamo_lite.vllm.frontend.rust_edge")
+        await asyncio.to_thread(import_large, "dynamo_lite.vllm.frontend.rust_edge")
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
         config = self._config
