@@ -11,11 +11,9 @@ from pathlib import Path
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.runtime.address import is_loopback, redact
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.config import GraphConfig
 from dynamo_lite.serve.embedded import (
@@ -88,7 +86,7 @@ def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | N
             make_certificates(folder, shared.namespace, [*every, OPERATOR])
     names = [service.service.name for service in here if service.workers]
     startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
-    startup_checks.check_urls(nats_url, etcd_url, certified=folder is not None)
+    startup_checks.check_urls(nats_url, etcd_url)
     return folder
 
 
@@ -146,18 +144,7 @@ async def _connect(
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
-    namespace, here = request.config.shared.namespace, request.config.here
-    started = tuple(one.service.name for one in here if one.workers)
-    own = started[0] if started else here[0].service.name
-    await startup_checks.check_servers(
-        ServersToCheck(
-            nats=None if nats_url is None else with_files(nats_url, folder, own),
-            etcd=None if etcd_url is None else with_files(etcd_url, folder, own),
-            namespace=namespace,
-            components=started,
-            queue=startup_checks.queue_options(here),
-        )
-    )
+    namespace = request.config.shared.namespace
     if nats_url is None:
         folder_of_nats = fresh_folder(request.state_dir, "nats")
         embedded = EmbeddedNats(folder_of_nats, token=secrets.token_hex(16))

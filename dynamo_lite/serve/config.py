@@ -21,7 +21,6 @@ from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOptio
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
-from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
     EVERY_SERVICE,
     ROUTER,
@@ -253,9 +252,7 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
     flags: dict[str, Any] = {}
     for name, value in given.items():
         key, where = str(name), (*path, str(name))
-        if gone := removed_option(*where):
-            document.complain(where, gone)
-        elif key != kebab(key):
+        if key != kebab(key):
             document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
             flags[key] = value
@@ -271,9 +268,7 @@ def _check_sections(document: Document, graph: Graph) -> None:
     for section in map(str, document.tree):
         if section not in accepted:
             message = unknown_key(section, accepted).replace("key", "section", 1)
-            if gone := removed_option(section):
-                message = gone
-            elif section in [service.name for service in EVERY_SERVICE]:
+            if section in [service.name for service in EVERY_SERVICE]:
                 message = (
                     f"this graph has no {section}: choose another graph, or remove the section"
                 )

@@ -18,7 +18,6 @@ import yaml
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.serve.removed import removed_option
 
 KeyPath = tuple[str, ...]
 
@@ -229,8 +228,7 @@ def _section(
     for key, value in given.items():
         here = (*path, str(key))
         if (field := fields.get(str(key))) is None:
-            gone = removed_option(*here)
-            document.complain(here, gone or unknown_key(str(key), accepted or fields))
+            document.complain(here, unknown_key(str(key), accepted or fields))
         else:
             values[field.name] = _value(document, here, hints[field.name], value)
     for key, field in fields.items():

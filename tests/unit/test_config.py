@@ -211,7 +211,7 @@ def test_values_that_contain_themselves_are_refused(load: Loader, text: str):
             "--VllmWorker.hf-overrides={2026-11-25: 1}",
             "not valid YAML: keys must be str, int, float, bool or None, not date",
         ),
-        ("--Processor.model=m", "--Processor.model: Processor: removed in 0.3.0: nothing: it is"),
+        ("--Processor.model=m", "--Processor.model: Processor: unknown section; "),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "ServiceArgs.env: expected "),
         ("--VllmWorker.remote-prefill=1", "expected `bool`, got 1"),
         (
