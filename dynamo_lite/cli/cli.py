@@ -139,7 +139,7 @@ def serve(
     from dynamo_lite.serve.launches import ServeRequest
     from dynamo_lite.serve.startup_checks import (
         check_edge,
-        check_planner_budget,
+        check_planner,
         check_urls,
         check_vllm_arguments,
     )
@@ -151,7 +151,7 @@ def serve(
         file = found
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
-    check_planner_budget(config, document)
+    check_planner(config, document)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir)
     check_vllm_arguments(config, document, allow_untested=allow_untested_vllm)

@@ -19,7 +19,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
+from dynamo_lite.serve.child_environment import DEVICES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.services.services import (
     EVERY_SERVICE,
@@ -185,7 +185,7 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
     if namespace is not None:
         given = {**given, "namespace": namespace}
         document.origins["Graph", "namespace"] = "--namespace"
-    options = GraphOptions(**fill(document, ("Graph",), GraphOptions, given))
+    options = fill(document, ("Graph",), GraphOptions, given) or GraphOptions()
     if not names.is_namespace(options.namespace):
         message = "a namespace has at most 63 lower-case letters, digits and dashes"
         document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
@@ -206,25 +206,21 @@ def _resolve_service(
         options = {key: value for key, value in content.items() if key in own}
         flags = _flags(path, document, {k: v for k, v in content.items() if k not in own})
     accepted = accepted_keys(service)
-    options = fill(document, path, service.config, options, service.defaults, accepted)
-    given = document.section(service.name, "ServiceArgs")
-    if isinstance(env := given.get("env"), dict):
-        given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
-    args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
-    args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
-    if args.get("devices") and DEVICES in args["env"]:
+    filled = fill(document, path, service.config, options, service.defaults, accepted)
+    given, path = document.section(service.name, "ServiceArgs"), (service.name, "ServiceArgs")
+    args = fill(document, path, ServiceArgs, given) or ServiceArgs()
+    if args.devices and DEVICES in args.env:
         why = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-        document.complain((*path, "ServiceArgs", "devices"), why)
-    return ServiceConfig(service=service, options=options, flags=flags, **args)
-
-
-def _without_urls(document: Document, path: KeyPath, env: dict[str, Any]) -> dict[str, Any]:
-    """Refuses the servers' URLs, which may have passwords: no later message shows their values."""
-    for option, variable in VARIABLES.items():
-        if variable in env:
-            why = f"engines must not have it; set it for `dynamo-lite` itself, or give --{option}"
-            document.complain((*path, variable), why)
-    return {name: value for name, value in env.items() if name not in VARIABLES.values()}
+        document.complain((*path, "devices"), why)
+    return ServiceConfig(
+        service=service,
+        options={} if filled is None else asdict(filled),
+        flags=flags,
+        workers=args.workers,
+        status_port=args.status_port,
+        devices=args.devices,
+        env={name: str(value) for name, value in args.env.items()},
+    )
 
 
 def _from_common(

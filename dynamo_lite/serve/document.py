@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -20,6 +21,7 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
 
 KeyPath = tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -152,7 +154,9 @@ def _apply_override(document: Document, text: str) -> None:
     except ConfigError as exc:
         document.mistakes += exc.mistakes
         return
-    if (variable := _secret_in(path[-1], parsed)) is not None:
+    given = parsed if isinstance(parsed, dict) else {path[-1]: parsed}
+    named = [_SECRETS.get(str(key).lower().replace("_", "-")) for key in given]
+    if parsed not in (None, True, False) and (variable := next(filter(None, named), None)):
         document.mistakes.append(
             f"--{name}: a secret on the command line, which all users of this machine can read; put"
             f" it into the configuration file, or set the variable {variable}"
@@ -165,16 +169,6 @@ def _apply_override(document: Document, text: str) -> None:
         node = node[step]
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
-
-
-def _secret_in(key: str, value: Any) -> str | None:
-    """The variable to set in place of the first secret in this override; None: there is none."""
-    if isinstance(value, dict):
-        found = (_secret_in(str(inner), one) for inner, one in value.items())
-        return next((variable for variable in found if variable is not None), None)
-    if value is None or isinstance(value, bool):
-        return None  # no secret, but whether there is one
-    return _SECRETS.get(key.lower().replace("_", "-"))
 
 
 def kebab(name: str) -> str:
@@ -199,29 +193,16 @@ def unknown_key(key: str, accepted: Iterable[str], unlisted: Iterable[str] = ())
 def fill(
     document: Document,
     path: KeyPath,
-    kind: type,
+    kind: type[T],
     given: Mapping[str, Any],
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     accepted: Iterable[str] = (),
-) -> dict[str, Any]:
-    """The options of `kind` in snake_case, with defaults.
+) -> T | None:
+    """The options of `kind`; None after a mistake, which is added to `document`.
 
-    `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
-    is empty. accepted: the keys to name if one is unknown; by itself those of `kind`.
+    given: with kebab-case keys. defaults: in place of those of `kind`, in snake_case. accepted: the
+    keys to name if one is unknown; by itself those of `kind`.
     """
-    value = _section(document, path, kind, given, defaults or {}, accepted)
-    return {} if value is None else dataclasses.asdict(value)
-
-
-def _section(
-    document: Document,
-    path: KeyPath,
-    kind: Any,
-    given: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    accepted: Iterable[str] = (),
-) -> Any:
-    """None after a mistake."""
     before, hints = len(document.mistakes), get_type_hints(kind, include_extras=True)
     fields = {kebab(field.name): field for field in dataclasses.fields(kind)}
     values = dict(defaults)
@@ -250,7 +231,7 @@ def _value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
         element = get_args(kind)[0]
         return tuple(_value(document, (*path, str(i)), element, v) for i, v in enumerate(value))
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _section(document, path, kind, value, {})
+        return fill(document, path, cast("type", kind), value)
     try:
         # Refuses "5" for 5 and 1 for true, but takes 5 for 5.0.
         return msgspec.convert(value, kind)

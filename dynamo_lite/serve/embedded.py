@@ -58,8 +58,6 @@ class EmbeddedServer(ABC):
         self._ports = 1 if port else _PORTS
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
-        #: Set during a drain: failed restarts no longer raise.
-        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
         #: Where the log of this process begins: earlier ones have written, too.
         self._log_begin = 0
@@ -80,30 +78,28 @@ class EmbeddedServer(ABC):
 
         on_change: called after each change of `state`.
         """
-        failures = 0
+        began, failures, tries = time.monotonic(), 0, 0
+        what = f"ended ({exit_text(await self.exited())})"
         while True:
-            began = time.monotonic()
-            what = f"ended ({exit_text(await self.exited())}); restarting"
             self.state.pid = 0
             on_change()
-            uptime_s, tries = time.monotonic() - began, 0
-            while not self.state.pid:
-                again = _BACKOFF.after_exit(failures, uptime_s)
-                failures, uptime_s = again.failures, 0.0
-                # Every process needs the server: only repeated failures are delayed.
-                delay_s = again.delay_s if failures > 1 else 0.0
-                progress.line(self.name, f"{what} in {delay_s:g} s")
-                await asyncio.sleep(delay_s)
-                try:
-                    await self.restart()
-                except StartupError as exc:
-                    tries += 1
-                    if tries >= _TRIES and not self.graph_ends:
-                        raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
-                    what = f"{exc}; next try"
-            self.state.restarts += 1
+            again = _BACKOFF.after_exit(failures, time.monotonic() - began)
+            began, failures = time.monotonic(), again.failures
+            # Every process needs the server: only repeated failures are delayed.
+            delay_s = again.delay_s if failures > 1 else 0.0
+            progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            try:
+                await self.restart()
+            except StartupError as exc:
+                tries, what = tries + 1, str(exc)
+                if tries >= _TRIES:
+                    raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
+                continue
+            self.state.restarts, tries = self.state.restarts + 1, 0
             on_change()
             progress.line(self.name, "restarted")
+            what = f"ended ({exit_text(await self.exited())})"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.limits import contradictions, occupied
+from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
     host_port,
@@ -33,7 +32,7 @@ from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, output_of
+from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER, Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
@@ -123,33 +122,19 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_planner_budget(config: GraphConfig, document: Document) -> None:
-    """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
-
-    A planner of Kubernetes knows the devices of its workers by its own section, and the graph does
-    not start them.
-    """
+def check_planner(config: GraphConfig, document: Document) -> None:
+    """Adds to the document's mistakes what contradicts itself in the options of a planner that
+    starts here."""
     planner = next((c for c in config.here if c.service.name == PLANNER.name and c.workers), None)
     # Without options after a mistake in its section.
     if planner is None or not planner.options:
         return
     options = msgspec.convert(planner.options, PlannerConfig)
-    where = (PLANNER.name, "budget-devices")
-    kubernetes = options.kubernetes
-    workers = [one for name in Role if (one := config.get(name)) and not kubernetes.workloads]
-    devices = {c.service.name: c.devices for c in workers} or kubernetes.devices
+    # A planner of Kubernetes knows the devices of its workers by its own section.
+    workers = [] if options.kubernetes.workloads else config.services
+    devices = {c.service.name: c.devices for c in workers} or options.kubernetes.devices
     for mistake in contradictions(options, devices):
         document.complain((PLANNER.name,), mistake)
-    started = [c for c in workers if c.workers and c in config.here]
-    need = sum(c.workers * occupied(c.devices) for c in started)
-    if need > options.budget_devices:
-        each = ", ".join(f"{c.service.name} {c.workers} * {occupied(c.devices)}" for c in started)
-        document.complain(
-            where,
-            f"{options.budget_devices}, but the workers that the graph starts need {need} devices:"
-            f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
-            " workers (ServiceArgs.workers)",
-        )
 
 
 def check_vllm_arguments(
@@ -181,9 +166,15 @@ def _verdict(service: Service, mistake: Mistake) -> str:
 
 def _ask_vllm(question: str) -> list[Mistake]:
     """Raises StartupError. An interrupt ends the parsers, too."""
-    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
-    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
-    return asyncio.run(answer).get("mistakes", [])
+    failed, command = (
+        "vLLM's argument parser failed",
+        (sys.executable, "-m", "dynamo_lite.vllm.args"),
+    )
+    asked = output_of(failed, command, child_environment({}), question.encode(), _VLLM_TIMEOUT_S)
+    try:
+        return json.loads(asyncio.run(asked))["mistakes"]
+    except (ValueError, LookupError, TypeError) as exc:
+        raise StartupError(f"{failed}: {exc}") from exc
 
 
 def check_edge(config: GraphConfig, document: Document) -> None:

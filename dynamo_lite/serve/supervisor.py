@@ -171,8 +171,6 @@ class Supervisor:
         await first_of(all_done(), self._stop.wait())
 
     async def _drain(self) -> None:
-        for server in self._servers:
-            server.graph_ends = True
         self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:

@@ -16,17 +16,16 @@ from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.startup_checks import (
     check_certificates,
-    check_planner_budget,
+    check_planner,
     check_urls,
     check_vllm_arguments,
 )
 from tests.certificate_folders import NAMESPACE, expire, graph_folder
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
-LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "budget-devices" in line)
+LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "Planner:" in line)
 TWO = ("ServiceArgs.devices=2", "tensor-parallel-size=2")
 TWO_EACH = [f"--{name}.{option}" for name in ("VllmWorker", "PrefillWorker") for option in TWO]
-MANY = "--PrefillWorker.ServiceArgs.workers=4"
 
 
 @pytest.mark.parametrize(
@@ -75,38 +74,28 @@ def test_a_bad_certificate_is_named(tmp_path: Path):
         check_certificates(folder, NAMESPACE, ["Router", "Frontend"], "127.0.0.1")
 
 
-def over_budget(*overrides: str, only: str | None = None) -> list[str]:
+def planner_mistakes(*overrides: str, only: str | None = None) -> list[str]:
     """Of the packaged configuration, whose budget is 4."""
     document = read_document(FILE, ["--Graph.devices=32", *overrides])
     config = resolve(load_graph("graphs.disagg_planner:Frontend"), document, only=only)
     assert document.mistakes == []
-    check_planner_budget(config, document)
+    check_planner(config, document)
     return document.mistakes
 
 
-def test_a_budget_below_the_workers_that_start_or_the_minima_is_refused():
-    assert over_budget(MANY, *TWO_EACH[:2]) == [
-        f"{FILE}:{LINE}: Planner.budget-devices: 4, but the workers that the graph starts need 6"
-        " devices: PrefillWorker 4 * 1, VllmWorker 1 * 2 (a worker without a device counts as"
-        " one); raise the budget, or start fewer workers (ServiceArgs.workers)"
-    ]
-    [flag] = over_budget(*TWO_EACH, "--Planner.budget-devices=3", "--Planner.decode-min=1")[1:]
-    assert flag.startswith("--Planner.budget-devices: 3, but the workers")
-    assert over_budget(*TWO_EACH, "--Planner.decode-min=2") == [
-        f"{FILE}:{LINE - 1}: Planner: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
+def test_a_budget_below_the_minima_is_refused():
+    minima = [*TWO_EACH, "--Planner.decode-min=2"]
+    assert planner_mistakes(*minima) == [
+        f"{FILE}:{LINE}: Planner: prefill-min (1 * 2) and decode-min (2 * 2) need 6"
         " devices together, more than budget-devices, 4"
     ]
-
-
-def test_a_budget_is_enough_for_the_minima_and_for_the_workers_that_start_here():
-    for enough in ([], TWO_EACH, ["--PrefillWorker.ServiceArgs.workers=3"]):
-        assert over_budget(*enough) == []
-    assert over_budget(MANY, only="PrefillWorker") == over_budget(MANY, only="Planner") == []
-    assert len(over_budget(*TWO_EACH, "--Planner.decode-min=2", only="Planner")) == 1
-    assert over_budget(MANY, "--Planner.ServiceArgs.workers=0") == []
+    assert len(planner_mistakes(*minima, only="Planner")) == 1
+    assert planner_mistakes(*minima, only="PrefillWorker") == []
+    assert planner_mistakes(*minima, "--Planner.ServiceArgs.workers=0") == []
+    assert planner_mistakes() == planner_mistakes(*TWO_EACH) == []
     scaled = "--Planner.kubernetes.decode=deployments/decode"
-    assert over_budget(MANY, scaled) == []
-    [mistake] = over_budget(scaled, "--Planner.kubernetes.decode-devices=8")
+    assert planner_mistakes(*minima, scaled) == []
+    [mistake] = planner_mistakes(scaled, "--Planner.kubernetes.decode-devices=8")
     assert "need 9 devices together" in mistake
 
 
