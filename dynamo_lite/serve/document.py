@@ -8,7 +8,7 @@ keys and the nearest one. `config.py` interprets the values.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -78,7 +78,8 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
-        tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
+        tree = parse_yaml(text, str(file))
+        _note_origins(document, yaml.compose(text, yaml.CSafeLoader), ())
         if not isinstance(tree, dict | None):
             raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
         document.tree = tree or {}
@@ -87,20 +88,10 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
     return document
 
 
-def parse_yaml(
-    text: str, where: str, look: Callable[[yaml.Node], object] = lambda root: None
-) -> Any:
-    """The value; None if there is none. where: to name a mistake. look: gets the root node.
-
-    Raises ConfigError.
-    """
-    loader = yaml.CSafeLoader(text)
+def parse_yaml(text: str, where: str) -> Any:
+    """The value; None if there is none. where: to name a mistake. Raises ConfigError."""
     try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        look(root)
-        value = loader.construct_document(root)
+        value = yaml.load(text, yaml.CSafeLoader)
         # Options reach vLLM and the processes as JSON, which has no keys that are dates.
         json.dumps(value, default=str)
         return value
@@ -109,17 +100,16 @@ def parse_yaml(
     except RecursionError as exc:
         why = "a value contains itself through an alias"
         raise ConfigError([f"{where}: not valid YAML: {why}"]) from exc
-    finally:
-        loader.dispose()
 
 
-def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
+def _note_origins(document: Document, node: yaml.Node | None, path: KeyPath) -> None:
     """Records the line of every key and reports duplicate keys."""
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
     for key_node, value_node in node.value:
-        key = str(key_node.value)
+        if (key := str(key_node.value)) == "<<":
+            continue
         here, where = (*path, key), f"{document.source}:{key_node.start_mark.line + 1}"
         if key in seen:
             document.mistakes.append(f"{where}: {'.'.join(here)}: duplicate key")

@@ -33,11 +33,9 @@ from dynamo_lite.serve.run_state import ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
-_PROBE_INTERVAL_S = 0.01
+_PROBE_INTERVAL_S, _PROBE_TIMEOUT_S = 0.01, 1.0
 #: Failed starts in a row after which the whole graph fails: nearly 8 s.
 _TRIES = 6
-#: Free ports that a first start tries.
-_PORTS = 5
 _BACKOFF = Backoff(first_s=0.125, longest_s=5.0, calm_s=30.0)
 
 #: Of an error in the logs of etcd and nats-server.
@@ -55,10 +53,12 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
         self.port = port or free_port()
-        self._ports = 1 if port else _PORTS
+        self._drawn = not port
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
         self._process: asyncio.subprocess.Process | None = None
+        #: Of a client, where the server wants TLS.
+        self._context: ssl.SSLContext | None = None
         #: Where the log of this process begins: earlier ones have written, too.
         self._log_begin = 0
 
@@ -104,14 +104,9 @@ class EmbeddedServer(ABC):
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(self._ports)):
-            try:
-                await self.restart()
-                break
-            except StartupError:
-                if not left or not self._port_is_taken():
-                    raise
-                self.port = free_port()
+        while self._drawn and self._port_is_taken():
+            self.port = free_port()
+        await self.restart()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -183,9 +178,18 @@ class EmbeddedServer(ABC):
     def _command(self) -> list[str]:
         """The program and its arguments."""
 
-    @abstractmethod
     async def _is_ready(self) -> bool:
         """Whether the server accepts clients."""
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                # With TLS it answers when it serves, and not as soon as it listens.
+                place = asyncio.open_connection("127.0.0.1", self.port, ssl=self._context)
+                _, writer = await place
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError):
+            return False
+        return True
 
 
 class EmbeddedNats(EmbeddedServer):
@@ -224,9 +228,6 @@ class EmbeddedNats(EmbeddedServer):
             write_private(self._login, self._token.encode())
         return [program("nats-server"), "-c", str(config.resolve())]
 
-    async def _is_ready(self) -> bool:
-        return (await _exchange(self.port)).startswith(b"INFO ")
-
 
 class EmbeddedEtcd(EmbeddedServer):
     """A single etcd without disk syncs.
@@ -241,7 +242,6 @@ class EmbeddedEtcd(EmbeddedServer):
     def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
         super().__init__(directory, port)
         self._private = private
-        self._context: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
@@ -296,29 +296,6 @@ class EmbeddedEtcd(EmbeddedServer):
             command += ["--cert-file", cert, "--key-file", key]
             command += ["--client-cert-auth", "--trusted-ca-file", ca]
         return command
-
-    async def _is_ready(self) -> bool:
-        request = b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
-        return b'"health":"true"' in await _exchange(self.port, request, self._context)
-
-
-async def _exchange(
-    port: int, request: bytes = b"", context: ssl.SSLContext | None = None
-) -> bytes:
-    """Sends `request` to a loopback server. Returns the response, empty if there is none yet;
-    without a request the server's first line."""
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-            try:
-                writer.write(request)
-                await writer.drain()
-                return await (reader.read() if request else reader.readline())
-            finally:
-                writer.close()
-                await writer.wait_closed()
-    except (OSError, TimeoutError):
-        return b""
 
 
 def etcd_environment(url: str) -> dict[str, str]:

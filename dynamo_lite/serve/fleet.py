@@ -4,16 +4,13 @@ Processes of scalable services can be added and retired while the graph runs. Th
 decides whether that is possible and does the bookkeeping; `supervisor.py` runs the processes.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
-
-#: A limit on mistakes: a scale order with too many digits must not fill the process table.
-MAX_INSTANCES = 1000
-
 
 #: Makes the supervisor of one process from its service, number and devices. Raises OSError when its
 #: files cannot be written.
@@ -46,9 +43,6 @@ class Fleet:
         """In drain order."""
         return [list(tier) for tier in self._tiers.values()]
 
-    def names(self, instances: Sequence[InstanceSupervisor] | None = None) -> list[str]:
-        return [one.launch.name for one in (self if instances is None else instances)]
-
     def counts(self) -> dict[str, RoleCounts]:
         return {name: self._counts(name) for name in self._scalable()}
 
@@ -56,10 +50,7 @@ class Fleet:
         """Enters one more process. Raises Refused, which says what is accepted."""
         self.number(component)
         present = {one.launch.instance for one in self._tiers[component] if not one.done.is_set()}
-        if len(present) >= MAX_INSTANCES:
-            raise _refused(f"{component}: {MAX_INSTANCES} processes run, which is the most")
-        free = next(number for number in range(MAX_INSTANCES) if number not in present)
-        return self._enter(component, free)
+        return self._enter(component, next(n for n in itertools.count() if n not in present))
 
     def number(self, component: str) -> int:
         """Its processes, without draining ones. Raises as `add`."""
@@ -84,7 +75,7 @@ class Fleet:
             raise _refused(
                 f"{component}: no other process is starting or was named; leases: {have}"
             )
-        return found[:number]
+        return found[: max(number, 0)]
 
     def _enter(self, name: str, number: int) -> InstanceSupervisor:
         """Raises Refused when too few devices are free, or its files cannot be written."""

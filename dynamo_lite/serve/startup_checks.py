@@ -20,7 +20,6 @@ from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
-    host_port,
     is_loopback,
     parse_etcd_url,
     parse_nats_url,
@@ -47,48 +46,34 @@ _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 
 
-def check_addresses(config: GraphConfig) -> None:
-    """Raises StartupError when an HTTP server that starts here cannot listen. What a process opens
-    before it loads anything, it reports itself."""
-    for service in config.here:
-        if service.workers and (address := http_address(service)) is not None:
-            option = f"{service.service.name}.port"
-            try:
-                bind(*address).close()
-            except StartupError as exc:
-                raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
-
-
-def http_address(service: ServiceConfig) -> tuple[str, int] | None:
-    """Host and port of the service's HTTP server; None if it has none."""
-    host, port = service.options.get("host"), service.options.get("port")
-    return (host, port) if isinstance(host, str) and isinstance(port, int) else None
-
-
 @contextlib.contextmanager
-def shared_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
-    """Keeps the HTTP port of a service with several processes: while the context is open, only they
-    can listen on it, with SO_REUSEPORT.
+def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    """Raises StartupError unless the service's HTTP server can listen, if it has one. What else a
+    process opens, it reports itself before it loads anything.
 
-    The result has the real port in place of 0. Raises StartupError when the port is in use.
+    The port of several processes is kept: while the context is open, only they can listen on it,
+    with SO_REUSEPORT. The result has the real port in place of 0.
     """
-    if (address := http_address(service)) is None or service.workers < 2:
+    host, port = service.options.get("host"), service.options.get("port")
+    if not service.workers or host is None or port is None:
         yield service
         return
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    # It never listens, so it gets no connections.
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(address)
-            # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would
-            # get each other's connections. And with SO_REUSEADDR any program could bind it,
-            # because this socket does not listen.
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        except OSError as exc:
-            why = f"cannot reserve {host_port(*address)} for several processes: {exc.strerror}"
-            raise StartupError(why) from exc
+    try:
+        # It never listens, so it gets no connections.
+        holder = bind(host, port)
+    except StartupError as exc:
+        option = f"{service.service.name}.port"
+        raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
+    with holder:
+        if service.workers < 2:
+            holder.close()
+            yield service
+            return
+        # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
+        # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
+        # does not listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
@@ -166,11 +151,9 @@ def _verdict(service: Service, mistake: Mistake) -> str:
 
 def _ask_vllm(question: str) -> list[Mistake]:
     """Raises StartupError. An interrupt ends the parsers, too."""
-    failed, command = (
-        "vLLM's argument parser failed",
-        (sys.executable, "-m", "dynamo_lite.vllm.args"),
-    )
-    asked = output_of(failed, command, child_environment({}), question.encode(), _VLLM_TIMEOUT_S)
+    failed, env = "vLLM's argument parser failed", child_environment({})
+    command = (sys.executable, "-m", "dynamo_lite.vllm.args")
+    asked = output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S)
     try:
         return json.loads(asyncio.run(asked))["mistakes"]
     except (ValueError, LookupError, TypeError) as exc:

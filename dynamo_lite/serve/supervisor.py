@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
-from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.protocol.planner import Want
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.config import ServiceConfig
@@ -49,12 +49,11 @@ class Supervisor:
         options, self._request = request.config.shared, request
         self._etcd_url = run.etcd_url(services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
-        self._fleet = Fleet(services, request.config.devices, self._keeper)
+        self.fleet = Fleet(services, request.config.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
-        run.processes = [instance.state for instance in self._fleet]
         run.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
@@ -70,7 +69,7 @@ class Supervisor:
                     tasks.create_task(server.keep(self._progress, self._on_change))
                     for server in self._servers
                 ]
-                for instance in self._fleet:
+                for instance in self.fleet:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
                 if await self._until_ready():
@@ -88,36 +87,25 @@ class Supervisor:
 
     # Changes while the graph runs
 
-    def counts(self) -> dict[str, RoleCounts]:
-        return self._fleet.counts()
-
-    def want(self, component: str, count: int, leases: Sequence[int]) -> None:
-        """Starts or drains processes until there are `count`, without draining ones.
-
-        leases: as in `Fleet.to_retire`. The graph survives processes that cannot be started; they
-        are not tried again.
+    def want(self, order: Want) -> None:
+        """Starts or drains processes of a service until there are as many, without draining ones.
+        The graph survives processes that cannot be started; they are not tried again.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
-        tasks = self._running_tasks()
-        while (number := self._fleet.number(component)) < count:
-            instance = self._fleet.add(component)
+        tasks, component = self._tasks, order.component
+        if tasks is None or self._run.state != "ready":
+            raise Refused(f"the graph is {self._run.state}; it must be ready", elsewhere=False)
+        while (number := self.fleet.number(component)) < order.count:
+            instance = self.fleet.add(component)
             tasks.create_task(instance.keep(), name=instance.launch.name)
             self._progress.line(instance.launch.name, "added")
             self._on_change()
-        if number <= count:
-            return
-        for instance in self._fleet.to_retire(component, number - count, leases):
+        for instance in self.fleet.to_retire(component, number - order.count, order.leases):
             if instance.phase not in ("ended", "draining"):
                 self._progress.line(instance.launch.name, "retired")
                 instance.stop()
                 tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
-
-    def _running_tasks(self) -> asyncio.TaskGroup:
-        state = self._run.state
-        if self._tasks is None or state != "ready":
-            raise Refused(f"the graph is {state}; it must be ready", elsewhere=False)
-        return self._tasks
 
     def _keeper(
         self, service: ServiceConfig, number: int, devices: tuple[str, ...]
@@ -131,28 +119,27 @@ class Supervisor:
         )
 
     async def _end(self, instance: InstanceSupervisor) -> None:
-        """Kills a retired process that takes much longer than the limit of its drain."""
-        limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
-        await self._gone([instance], limit_s)
+        await self._gone([instance], self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S)
         self._progress.line(instance.launch.name, "left the graph")
 
     # From start to end
 
     async def _until_ready(self) -> bool:
         """Waits until every instance is ready. Returns False when a stop signal came first."""
-        while waiting := [instance for instance in self._fleet if not instance.ready.is_set()]:
+        while waiting := [instance for instance in self.fleet if not instance.ready.is_set()]:
             await first_of(waiting[0].ready.wait(), self._stop.wait(), timeout_s=_REMINDER_S)
             if self._stop.is_set:
                 return False
-            late = [instance for instance in self._fleet if not instance.ready.is_set()]
+            late = [instance for instance in self.fleet if not instance.ready.is_set()]
             if late and late == waiting:
-                self._progress.line("serve", f"waiting for {', '.join(self._fleet.names(late))}")
+                names = ", ".join(instance.launch.name for instance in late)
+                self._progress.line("serve", f"waiting for {names}")
         return True
 
     def _announce(self) -> None:
         self._run.state = "ready"
         self._on_change()
-        for instance in self._fleet:
+        for instance in self.fleet:
             url = instance.facts.get("url")
             if not url:
                 continue
@@ -161,11 +148,11 @@ class Supervisor:
                 model = instance.facts.get("model", "MODEL")
                 say(_EXAMPLE.format(url=url, model=model), sys.stdout)
             return
-        say(f"ready {' '.join(self._fleet.names())}", sys.stdout)
+        say(f"ready {' '.join(one.launch.name for one in self.fleet)}", sys.stdout)
 
     async def _until_stop(self) -> None:
         async def all_done() -> None:
-            while left := [one for one in self._fleet if not one.done.is_set()]:
+            while left := [one for one in self.fleet if not one.done.is_set()]:
                 await left[0].done.wait()
 
         await first_of(all_done(), self._stop.wait())
@@ -175,12 +162,12 @@ class Supervisor:
         self._on_change()
         if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
-        for tier in self._fleet.tiers():
+        for tier in self.fleet.tiers():
             for instance in tier:
                 instance.stop()
             await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await self._gone(list(self._fleet), _CLOSE_MARGIN_S)
+        await self._gone(list(self.fleet), _CLOSE_MARGIN_S)
 
     async def _gone(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
         """Waits for their end, and kills those that are still there after the limit."""
@@ -193,15 +180,15 @@ class Supervisor:
     async def _kill_when_forced(self) -> None:
         await self._force.wait()
         self._progress.line("serve", "forced: killing all processes")
-        for instance in self._fleet:
+        for instance in self.fleet:
             instance.kill()
 
     def _on_change(self) -> None:
-        facts = [instance.facts for instance in self._fleet if instance.state.state == "ready"]
+        facts = [instance.facts for instance in self.fleet if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
             self._run.http = urls[0]
-        self._run.processes = [instance.state for instance in self._fleet]
+        self._run.processes = [instance.state for instance in self.fleet]
         try:
             write_run(self._directory, self._run)
         except OSError as exc:

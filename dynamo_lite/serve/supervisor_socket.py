@@ -74,7 +74,7 @@ class SupervisorSocket:
 
     def __init__(self, directory: Path, supervisor: Supervisor):
         self._path = directory / SUPERVISOR_SOCKET
-        self._supervisor, self._orders = supervisor, Orders(supervisor.counts)
+        self._supervisor, self._orders = supervisor, Orders(supervisor.fleet.counts)
         self._tasks = OwnedTasks()
         self._server: asyncio.Server | None = None
 
@@ -108,14 +108,9 @@ class SupervisorSocket:
 
     def _answer(self, line: bytes) -> SupervisorReply:
         try:
-            request = _decode_request(line)
+            return self._orders.answer(_decode_request(line), self._supervisor.want)
         except msgspec.DecodeError as exc:
-            why = f"not a request: {exc}; accepted: counts, want"
-            return self._orders.reply(why)
-        return self._orders.answer(request, self._carry_out)
-
-    def _carry_out(self, order: Want) -> None:
-        self._supervisor.want(order.component, order.count, order.leases)
+            return self._orders.reply(f"not a request: {exc}; accepted: counts, want")
 
 
 def _bound(path: Path) -> socket.socket:
