@@ -194,7 +194,8 @@ def fill(
     keys to name if one is unknown; by itself those of `kind`.
     """
     before, hints = len(document.mistakes), get_type_hints(kind, include_extras=True)
-    fields = {kebab(field.name): field for field in dataclasses.fields(kind)}
+    declared = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    fields = {kebab(field.name): field for field in declared}
     values = dict(defaults)
     for key, value in given.items():
         here = (*path, str(key))
