@@ -10,7 +10,7 @@ of the service itself overrides a common one.
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,12 +165,7 @@ def describe(config: GraphConfig) -> dict[str, Any]:
     """The resolved configuration in the form of the YAML file."""
     described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
     for c in config.services:
-        args = {
-            "workers": c.workers,
-            "status-port": c.status_port,
-            "devices": c.devices,
-            "env": dict(c.env),
-        }
+        args = {kebab(field.name): getattr(c, field.name) for field in fields(ServiceArgs)}
         described[c.service.name] = {**_kebab_keys(c.options), **c.flags, "ServiceArgs": args}
     return described
 
@@ -212,14 +207,14 @@ def _resolve_service(
     if args.devices and DEVICES in args.env:
         why = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
         document.complain((*path, "devices"), why)
+    started: dict[str, Any] = vars(args) | {
+        "env": {name: str(value) for name, value in args.env.items()}
+    }
     return ServiceConfig(
         service=service,
         options={} if filled is None else asdict(filled),
         flags=flags,
-        workers=args.workers,
-        status_port=args.status_port,
-        devices=args.devices,
-        env={name: str(value) for name, value in args.env.items()},
+        **started,
     )
 
 

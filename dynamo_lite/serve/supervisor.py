@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
@@ -17,8 +17,6 @@ from dynamo_lite.serve.launches import ServeRequest, prepare
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunState, run_file, write_run
 
-#: While the start makes no progress, the names of the missing processes are repeated.
-_REMINDER_S = 5.0
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
@@ -72,9 +70,10 @@ class Supervisor:
                 for instance in self.fleet:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
-                if await self._until_ready():
+                await self._until(lambda instance: instance.ready)
+                if not self._stop.is_set:
                     self._announce()
-                    await self._until_stop()
+                    await self._until(lambda instance: instance.done)
                 await self._drain()
                 for task in (*watching, forcing):
                     task.cancel()
@@ -124,17 +123,14 @@ class Supervisor:
 
     # From start to end
 
-    async def _until_ready(self) -> bool:
-        """Waits until every instance is ready. Returns False when a stop signal came first."""
-        while waiting := [instance for instance in self.fleet if not instance.ready.is_set()]:
-            await first_of(waiting[0].ready.wait(), self._stop.wait(), timeout_s=_REMINDER_S)
-            if self._stop.is_set:
-                return False
-            late = [instance for instance in self.fleet if not instance.ready.is_set()]
-            if late and late == waiting:
-                names = ", ".join(instance.launch.name for instance in late)
-                self._progress.line("serve", f"waiting for {names}")
-        return True
+    async def _until(self, event: Callable[[InstanceSupervisor], asyncio.Event]) -> None:
+        """Waits until every instance has set its event, or a stop signal comes."""
+
+        async def all_set() -> None:
+            while left := [event(one) for one in self.fleet if not event(one).is_set()]:
+                await left[0].wait()
+
+        await first_of(all_set(), self._stop.wait())
 
     def _announce(self) -> None:
         self._run.state = "ready"
@@ -149,13 +145,6 @@ class Supervisor:
                 say(_EXAMPLE.format(url=url, model=model), sys.stdout)
             return
         say(f"ready {' '.join(one.launch.name for one in self.fleet)}", sys.stdout)
-
-    async def _until_stop(self) -> None:
-        async def all_done() -> None:
-            while left := [one for one in self.fleet if not one.done.is_set()]:
-                await left[0].done.wait()
-
-        await first_of(all_done(), self._stop.wait())
 
     async def _drain(self) -> None:
         self._run.state = "draining"
