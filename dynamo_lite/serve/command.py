@@ -85,7 +85,6 @@ def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | N
             make_certificates(folder, shared.namespace, [*every, OPERATOR])
     names = [service.service.name for service in here if service.workers]
     startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
-    startup_checks.check_urls(nats_url, etcd_url)
     return folder
 
 

@@ -207,22 +207,12 @@ def check_certificates(
 def check_urls(nats_url: str | None, etcd_url: str | None) -> None:
     """Raises ConfigError for malformed URLs and certificate files that they name, and for a server
     of another host that is reached without TLS."""
-    mistakes: list[str] = []
     for option, url, parse, scheme in (
         ("--nats-url", nats_url, parse_nats_url, "tls"),
         ("--etcd-url", etcd_url, parse_etcd_url, "https"),
     ):
-        if url is None:
+        if url is None or (address := parse(url)).on_loopback or address.tls is not None:
             continue
-        try:
-            address = parse(url)
-        except ConfigError as exc:
-            mistakes += exc.mistakes
-            continue
-        if not address.on_loopback and address.tls is None:
-            mistakes.append(
-                f"{option}: {redact(url)} is another host, which is reached over TLS only: write"
-                f" {scheme}://, and name its authority: Graph.certificates, or ?ca=FILE"
-            )
-    if mistakes:
-        raise ConfigError(mistakes)
+        why = f"{redact(url)} is another host, which is reached over TLS only"
+        how = f"write {scheme}://, and name its authority: Graph.certificates, or ?ca=FILE"
+        raise ConfigError([f"{option}: {why}: {how}"])
