@@ -56,6 +56,8 @@ class EmbeddedServer(ABC):
         self._drawn = not port
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
+        #: Set during a drain: failed restarts no longer raise.
+        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
         #: Of a client, where the server wants TLS.
         self._context: ssl.SSLContext | None = None
@@ -93,7 +95,7 @@ class EmbeddedServer(ABC):
                 await self.restart()
             except StartupError as exc:
                 tries, what = tries + 1, str(exc)
-                if tries >= _TRIES:
+                if tries >= _TRIES and not self.graph_ends:
                     raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
                 continue
             self.state.restarts, tries = self.state.restarts + 1, 0

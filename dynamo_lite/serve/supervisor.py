@@ -147,6 +147,8 @@ class Supervisor:
         say(f"ready {' '.join(one.launch.name for one in self.fleet)}", sys.stdout)
 
     async def _drain(self) -> None:
+        for server in self._servers:
+            server.graph_ends = True
         self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:
