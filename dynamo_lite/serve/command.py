@@ -94,8 +94,10 @@ def check_quickly(config: GraphConfig, state_dir: Path) -> None:
     config: without mistakes so far. Raises ConfigError, StartupError.
     """
     # The graph that runs here has the ports, too.
-    if config.only is None and read_run(state_dir) is not None:
-        raise _in_use(state_dir)
+    if config.only is None and (state_dir / "lock").exists():
+        with lock(state_dir) as free:
+            if not free:
+                raise _in_use(state_dir)
     for service in config.here:
         with startup_checks.held_port(service):
             pass
