@@ -74,7 +74,7 @@ class SupervisorSocket:
 
     def __init__(self, directory: Path, supervisor: Supervisor):
         self._path = directory / SUPERVISOR_SOCKET
-        self._supervisor, self._orders = supervisor, Orders(supervisor.fleet.counts)
+        self._supervisor, self._orders = supervisor, Orders(supervisor.counts)
         self._tasks = OwnedTasks()
         self._server: asyncio.Server | None = None
 
