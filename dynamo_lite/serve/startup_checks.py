@@ -108,18 +108,12 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
 
 
 def check_planner(config: GraphConfig, document: Document) -> None:
-    """Adds to the document's mistakes what contradicts itself in the options of a planner that
-    starts here."""
-    planner = next((c for c in config.here if c.service.name == PLANNER.name and c.workers), None)
+    """Adds to the document's mistakes what contradicts itself in the planner's options."""
+    planner = config.get(PLANNER.name)
     # Without options after a mistake in its section.
-    if planner is None or not planner.options:
-        return
-    options = msgspec.convert(planner.options, PlannerConfig)
-    # A planner of Kubernetes knows the devices of its workers by its own section.
-    workers = [] if options.kubernetes.workloads else config.services
-    devices = {c.service.name: c.devices for c in workers} or options.kubernetes.devices
-    for mistake in contradictions(options, devices):
-        document.complain((PLANNER.name,), mistake)
+    if planner is not None and planner.options:
+        for mistake in contradictions(msgspec.convert(planner.options, PlannerConfig)):
+            document.complain((PLANNER.name,), mistake)
 
 
 def check_vllm_arguments(
