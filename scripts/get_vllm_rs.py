@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import no_rust_edge, vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from dynamo_lite.vllm.edge_choice import PROGRAM, beside_vllm, check_version
 
 _ABOVE = Path(__file__).resolve().parent.parent
 #: In the checkout, or in the working directory where this script is in an installed package.
@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit("error: vLLM is not installed; run `make setup`")
     if why := no_rust_edge(installed):
         sys.exit(f"error: {why}")
-    if (found := find_program(None) or _kept(installed)) is None:
+    if (found := beside_vllm() or _kept(installed)) is None:
         version = installed.partition(" ")[2].partition("+")[0]
         with tempfile.TemporaryDirectory(prefix="vllm-rs-") as folder:
             found = take_out(_download(version, Path(folder)), KEPT)

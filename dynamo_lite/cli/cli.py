@@ -42,22 +42,13 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.listing import OnGraph, on_graph
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
-from dynamo_lite.serve.removed import removed_command
 
 
 class _Commands(TyperGroup):
-    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs, and what is gone.
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
 
     A running graph has its own signal handlers.
     """
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        commands = (args[:1], args[:2])
-        options = [word.partition("=")[0] for word in args if word.startswith("--")]
-        for words in (*commands, *([*some, option] for some in commands for option in options)):
-            if gone := removed_command(*words):
-                raise ConfigError([f"{' '.join(words)}: {gone}"])
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -147,10 +138,10 @@ def serve(
     from dynamo_lite.serve.graphs import config_file, load_graph
     from dynamo_lite.serve.launches import ServeRequest
     from dynamo_lite.serve.startup_checks import (
-        check_planner_budget,
+        check_edge,
+        check_planner,
         check_urls,
         check_vllm_arguments,
-        settle_edge,
     )
 
     check_urls(nats_url, etcd_url)
@@ -160,12 +151,12 @@ def serve(
         file = found
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
-    check_planner_budget(config, document)
+    check_planner(config, document)
     if not document.mistakes and not dry_run:
         check_quickly(config, state_dir)
     check_vllm_arguments(config, document, allow_untested=allow_untested_vllm)
     if not document.mistakes:
-        config = settle_edge(config, document)
+        check_edge(config, document)
     document.raise_mistakes()
     if dry_run:
         print(_as_yaml(graph, config), end="")

@@ -25,7 +25,6 @@ from dynamo_lite.protocol.live_options import (
 )
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.removed import removed_option
 
 #: Option (kebab-case) to its value; UNSET: back to the file.
 Edit = Mapping[str, Any]
@@ -178,7 +177,7 @@ def split_key(key: str) -> tuple[str, str]:
 
         keys = [f"{name}.{each}" for name, options in LIVE_OPTIONS.items() for each in options]
         unknown = unknown_key(key, keys).replace("unknown key", "no live option", 1)
-        raise ConfigError([f"{key}: {removed_option(component, option) or unknown}"])
+        raise ConfigError([f"{key}: {unknown}"])
     return component, option
 
 

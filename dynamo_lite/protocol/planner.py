@@ -15,8 +15,9 @@ MAX_LINE_BYTES = 64 << 10
 #: Name of a supervisor's socket in the state directory. Only its owner can open it (0600).
 SUPERVISOR_SOCKET = "supervisor.sock"
 
-#: Most workers of a role.
-MAX_WORKERS = 100_000
+#: Most workers of a role. A limit on mistakes: a number with too many digits must not fill the
+#: process table.
+MAX_WORKERS = 1000
 
 ComponentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9]{0,62}\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORKERS)]

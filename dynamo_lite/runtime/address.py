@@ -56,10 +56,6 @@ class ServerAddress:
     inbox: str = ""
 
     @property
-    def has_certificate(self) -> bool:
-        return self.tls is not None and self.tls.cert is not None
-
-    @property
     def on_loopback(self) -> bool:
         """Whether no other host is named: what is sent there crosses no network."""
         return all(is_loopback(host) for host, _ in self.hosts)

@@ -21,6 +21,7 @@ _AUTHORITY_DAYS, _DAYS = 3650, 730
 _BEFORE = datetime.timedelta(hours=1)
 
 _Key = ec.EllipticCurvePrivateKey
+_Pair = tuple[x509.Certificate, _Key]
 
 
 def make_certificates(
@@ -43,15 +44,9 @@ def make_certificates(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         wanted = {name: (folder / f"{name}-key.pem", folder / f"{name}.pem") for name in names}
         made = [n for n, (key, cert) in wanted.items() if not (key.exists() and cert.exists())]
-        authority = _authority(folder, namespace) if made else None
         for name in made:
-            assert authority is not None
-            issued, own = _issue(
-                *authority, _names("" if servers else identity(namespace, name), hosts)
-            )
-            # The certificate comes last: it says that its key is there.
-            for file, pem in zip(wanted[name], (_key_pem(own), _pem(issued)), strict=True):
-                write_private(file, pem)
+            uri = "" if servers else identity(namespace, name)
+            _write(*wanted[name], _issue(_authority(folder, namespace), _names(uri, hosts)))
     except OSError as exc:
         raise StartupError(f"cannot make certificates in {folder}: {exc}") from exc
     return made
@@ -70,14 +65,12 @@ def _names(uri: str, hosts: Iterable[str]) -> list[x509.GeneralName]:
     return names
 
 
-def _authority(folder: Path, namespace: str) -> tuple[x509.Certificate, _Key]:
+def _authority(folder: Path, namespace: str) -> _Pair:
     """The one of the folder; a new one if there is none."""
     ca, ca_key = folder / "ca.pem", folder / "ca-key.pem"
     if not ca.exists() and not ca_key.exists():
-        certificate, key = _self_signed(namespace)
-        write_private(ca_key, _key_pem(key))
-        write_private(ca, _pem(certificate))
-        return certificate, key
+        _write(ca_key, ca, made := _new_authority(namespace))
+        return made
     for one in (ca, ca_key):
         if not one.exists():
             why = f"{one} is missing: make the certificates where the authority and its key are"
@@ -94,42 +87,47 @@ def _authority(folder: Path, namespace: str) -> tuple[x509.Certificate, _Key]:
     return certificate, key
 
 
-def _self_signed(namespace: str) -> tuple[x509.Certificate, _Key]:
-    key = ec.generate_private_key(ec.SECP256R1())
+def _new_authority(namespace: str) -> _Pair:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"dynamo-lite {namespace}")])
-    builder = (
-        _builder(name, name, key, _AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys(("digital_signature", *others, "encipher_only", "decipher_only"), False)
+    critical = (
+        x509.BasicConstraints(ca=True, path_length=0),
+        x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused),
     )
-    return builder.sign(key, hashes.SHA256()), key
+    return _certificate(name, _AUTHORITY_DAYS, critical)
 
 
-def _issue(
-    authority: x509.Certificate, authority_key: _Key, names: list[x509.GeneralName]
-) -> tuple[x509.Certificate, _Key]:
+def _issue(authority: _Pair, names: list[x509.GeneralName]) -> _Pair:
     """Without a common name, which etcd would take for the name of a user."""
-    key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "dynamo-lite")])
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     # Workers are servers and clients; so are servers of NATS and etcd, of each other.
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    builder = (
-        _builder(subject, authority.subject, key, _DAYS)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
-        .add_extension(identifier, critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return _certificate(
+        subject,
+        _DAYS,
+        [x509.BasicConstraints(ca=False, path_length=None)],
+        [
+            x509.ExtendedKeyUsage(both),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key()),
+            x509.SubjectAlternativeName(names),
+        ],
+        authority,
     )
-    return builder.sign(authority_key, hashes.SHA256()), key
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: _Key, days: int
-) -> x509.CertificateBuilder:
+def _certificate(
+    subject: x509.Name,
+    days: int,
+    critical: Iterable[x509.ExtensionType],
+    others: Iterable[x509.ExtensionType] = (),
+    authority: _Pair | None = None,
+) -> _Pair:
+    """With a new key. critical, others: its extensions. Without an authority it is its own."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer, signer = (subject, key) if authority is None else (authority[0].subject, authority[1])
     now = datetime.datetime.now(datetime.UTC)
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
@@ -139,26 +137,15 @@ def _builder(
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
+    for extensions, is_critical in ((critical, True), (others, False)):
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=is_critical)
+    return builder.sign(signer, hashes.SHA256()), key
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    """signs: other certificates."""
-    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
-    )
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: _Key) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+def _write(key_file: Path, file: Path, made: _Pair) -> None:
+    """The certificate comes last: it says that its key is there."""
+    plain = serialization.NoEncryption()
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    write_private(key_file, made[1].private_bytes(pem, pkcs8, plain))
+    write_private(file, made[0].public_bytes(pem))

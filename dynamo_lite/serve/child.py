@@ -47,11 +47,14 @@ def main(path: str, descriptor: int) -> int:
         report({"state": "failed", "error": f"{plan.component}: {exc}"})
         return 1
     # Imported late: the supervisor imports this module for ChildPlan and must not load gRPC.
-    from dynamo_lite.runtime.process.host import run_process
+    from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
+    from dynamo_lite.serve.access import check_access
+
+    environment = ProcessEnvironment(check=check_access)
 
     async def run() -> NoReturn:
         # Within it: the end of the event loop waits for threads, and one may hang on a file.
-        leave(await run_process(plan.spec, component, report))
+        leave(await run_process(plan.spec, component, report, environment))
 
     return run_loop(run())
 

@@ -58,12 +58,11 @@ def child_environment(
 
     Without the servers' URLs: engines need not have their passwords.
     """
-    own_variables = VARIABLES.values()
-    inherited = {key: value for key, value in os.environ.items() if key not in own_variables}
     defaults = _CHILD_DEFAULTS | (_LOOPBACK_DEFAULTS if is_loopback(bind_host) else {})
     if lease_ttl_s is not None:
         defaults |= {"UCX_TCP_USER_TIMEOUT": f"{round(1000 * _UNDELIVERED * lease_ttl_s)}ms"}
     if flags.get("allowed-media-domains"):
         # vLLM checks the host that the client names, not those that this one redirects to.
         defaults |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
-    return {**defaults, **inherited, **own}
+    merged = {**defaults, **os.environ, **own}
+    return {key: value for key, value in merged.items() if key not in VARIABLES.values()}

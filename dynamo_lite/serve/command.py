@@ -1,21 +1,20 @@
 """`dynamo-lite serve`: runs a resolved configuration and returns an exit code."""
 
 import asyncio
+import itertools
 import logging.config
 import os
 import secrets
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.runtime.address import is_loopback, redact
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.config import GraphConfig
 from dynamo_lite.serve.embedded import (
@@ -38,8 +37,6 @@ from dynamo_lite.serve.supervisor import Supervisor
 from dynamo_lite.serve.supervisor_socket import SupervisorSocket
 from dynamo_lite.vllm.compat import tested_range, vllm_version
 
-_MAX_LONE_SERVICES = 1000
-
 
 async def serve(request: ServeRequest) -> int:
     """Runs until stopped.
@@ -54,7 +51,7 @@ async def serve(request: ServeRequest) -> int:
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, again=force.set))
-        started = [stack.enter_context(startup_checks.shared_port(service)) for service in here]
+        started = [stack.enter_context(startup_checks.held_port(service)) for service in here]
         directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
@@ -88,7 +85,6 @@ def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | N
             make_certificates(folder, shared.namespace, [*every, OPERATOR])
     names = [service.service.name for service in here if service.workers]
     startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
-    startup_checks.check_urls(nats_url, etcd_url, certified=folder is not None)
     return folder
 
 
@@ -99,10 +95,12 @@ def check_quickly(config: GraphConfig, state_dir: Path) -> None:
     """
     # The graph that runs here has the ports, too.
     if config.only is None and (state_dir / "lock").exists():
-        with ExitStack() as stack:
-            _lock_for_graph(state_dir, stack)
-    startup_checks.check_addresses(config)
+        with lock(state_dir) as free:
+            if not free:
+                raise _in_use(state_dir)
     for service in config.here:
+        with startup_checks.held_port(service):
+            pass
         if service.service.flags != "none":
             startup_checks.check_model(service)
 
@@ -111,22 +109,18 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
     """Locks the state directory, or for a lone service a subdirectory of it."""
     only = request.config.only
     if only is None:
-        _lock_for_graph(request.state_dir, stack)
+        if not stack.enter_context(lock(request.state_dir)):
+            raise _in_use(request.state_dir)
         return request.state_dir
-    for number in range(_MAX_LONE_SERVICES):
-        directory = lone_folder(request.state_dir, only, number)
-        if stack.enter_context(lock(directory)):
-            return directory
-    where = f"{request.state_dir}; use another --state-dir"
-    raise StartupError(f"more than {_MAX_LONE_SERVICES} lone services in {where}")
+    folders = (lone_folder(request.state_dir, only, number) for number in itertools.count())
+    return next(folder for folder in folders if stack.enter_context(lock(folder)))
 
 
-def _lock_for_graph(state_dir: Path, stack: ExitStack | AsyncExitStack) -> None:
-    if not stack.enter_context(lock(state_dir)):
-        holder = read_run(state_dir)
-        who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
-        message = f"a graph runs on state directory {state_dir}{who}"
-        raise StartupError(f"{message}; stop it or use --state-dir")
+def _in_use(state_dir: Path) -> StartupError:
+    holder = read_run(state_dir)
+    who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
+    message = f"a graph runs on state directory {state_dir}{who}"
+    return StartupError(f"{message}; stop it or use --state-dir")
 
 
 async def _connect(
@@ -146,18 +140,7 @@ async def _connect(
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[EmbeddedServer] = []
     folder = _certificates(request, nats_url, etcd_url)
-    namespace, here = request.config.shared.namespace, request.config.here
-    started = tuple(one.service.name for one in here if one.workers)
-    own = started[0] if started else here[0].service.name
-    await startup_checks.check_servers(
-        ServersToCheck(
-            nats=None if nats_url is None else with_files(nats_url, folder, own),
-            etcd=None if etcd_url is None else with_files(etcd_url, folder, own),
-            namespace=namespace,
-            components=started,
-            queue=startup_checks.queue_options(here),
-        )
-    )
+    namespace = request.config.shared.namespace
     if nats_url is None:
         folder_of_nats = fresh_folder(request.state_dir, "nats")
         embedded = EmbeddedNats(folder_of_nats, token=secrets.token_hex(16))

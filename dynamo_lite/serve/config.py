@@ -10,7 +10,7 @@ of the service itself overrides a common one.
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,8 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
-from dynamo_lite.serve.child_environment import DEVICES, VARIABLES
+from dynamo_lite.serve.child_environment import DEVICES
 from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
-from dynamo_lite.serve.removed import removed_option
 from dynamo_lite.serve.services.services import (
     EVERY_SERVICE,
     ROUTER,
@@ -166,12 +165,7 @@ def describe(config: GraphConfig) -> dict[str, Any]:
     """The resolved configuration in the form of the YAML file."""
     described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
     for c in config.services:
-        args = {
-            "workers": c.workers,
-            "status-port": c.status_port,
-            "devices": c.devices,
-            "env": dict(c.env),
-        }
+        args = {kebab(field.name): getattr(c, field.name) for field in fields(ServiceArgs)}
         described[c.service.name] = {**_kebab_keys(c.options), **c.flags, "ServiceArgs": args}
     return described
 
@@ -186,7 +180,7 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
     if namespace is not None:
         given = {**given, "namespace": namespace}
         document.origins["Graph", "namespace"] = "--namespace"
-    options = GraphOptions(**fill(document, ("Graph",), GraphOptions, given))
+    options = fill(document, ("Graph",), GraphOptions, given) or GraphOptions()
     if not names.is_namespace(options.namespace):
         message = "a namespace has at most 63 lower-case letters, digits and dashes"
         document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
@@ -207,25 +201,21 @@ def _resolve_service(
         options = {key: value for key, value in content.items() if key in own}
         flags = _flags(path, document, {k: v for k, v in content.items() if k not in own})
     accepted = accepted_keys(service)
-    options = fill(document, path, service.config, options, service.defaults, accepted)
-    given = document.section(service.name, "ServiceArgs")
-    if isinstance(env := given.get("env"), dict):
-        given = given | {"env": _without_urls(document, (*path, "ServiceArgs", "env"), env)}
-    args = fill(document, (*path, "ServiceArgs"), ServiceArgs, given)
-    args["env"] = {name: str(value) for name, value in args.get("env", {}).items()}
-    if args.get("devices") and DEVICES in args["env"]:
+    filled = fill(document, path, service.config, options, service.defaults, accepted)
+    given, path = document.section(service.name, "ServiceArgs"), (service.name, "ServiceArgs")
+    args = fill(document, path, ServiceArgs, given) or ServiceArgs()
+    if args.devices and DEVICES in args.env:
         why = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
-        document.complain((*path, "ServiceArgs", "devices"), why)
-    return ServiceConfig(service=service, options=options, flags=flags, **args)
-
-
-def _without_urls(document: Document, path: KeyPath, env: dict[str, Any]) -> dict[str, Any]:
-    """Refuses the servers' URLs, which may have passwords: no later message shows their values."""
-    for option, variable in VARIABLES.items():
-        if variable in env:
-            why = f"engines must not have it; set it for `dynamo-lite` itself, or give --{option}"
-            document.complain((*path, variable), why)
-    return {name: value for name, value in env.items() if name not in VARIABLES.values()}
+        document.complain((*path, "devices"), why)
+    started: dict[str, Any] = vars(args) | {
+        "env": {name: str(value) for name, value in args.env.items()}
+    }
+    return ServiceConfig(
+        service=service,
+        options={} if filled is None else asdict(filled),
+        flags=flags,
+        **started,
+    )
 
 
 def _from_common(
@@ -253,9 +243,7 @@ def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str
     flags: dict[str, Any] = {}
     for name, value in given.items():
         key, where = str(name), (*path, str(name))
-        if gone := removed_option(*where):
-            document.complain(where, gone)
-        elif key != kebab(key):
+        if key != kebab(key):
             document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
         else:
             flags[key] = value
@@ -271,9 +259,7 @@ def _check_sections(document: Document, graph: Graph) -> None:
     for section in map(str, document.tree):
         if section not in accepted:
             message = unknown_key(section, accepted).replace("key", "section", 1)
-            if gone := removed_option(section):
-                message = gone
-            elif section in [service.name for service in EVERY_SERVICE]:
+            if section in [service.name for service in EVERY_SERVICE]:
                 message = (
                     f"this graph has no {section}: choose another graph, or remove the section"
                 )

@@ -8,19 +8,20 @@ keys and the nearest one. `config.py` interprets the values.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.serve.removed import removed_option
 
 KeyPath = tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -77,7 +78,8 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError([f"{file}: cannot be read: {exc}"]) from exc
-        tree = parse_yaml(text, str(file), lambda root: _note_origins(document, root, ()))
+        tree = parse_yaml(text, str(file))
+        _note_origins(document, yaml.compose(text, yaml.CSafeLoader), ())
         if not isinstance(tree, dict | None):
             raise ConfigError([f"{file}: expected sections such as `Frontend:`, got {tree!r}"])
         document.tree = tree or {}
@@ -86,20 +88,10 @@ def read_document(file: Path | None, overrides: list[str]) -> Document:
     return document
 
 
-def parse_yaml(
-    text: str, where: str, look: Callable[[yaml.Node], object] = lambda root: None
-) -> Any:
-    """The value; None if there is none. where: to name a mistake. look: gets the root node.
-
-    Raises ConfigError.
-    """
-    loader = yaml.CSafeLoader(text)
+def parse_yaml(text: str, where: str) -> Any:
+    """The value; None if there is none. where: to name a mistake. Raises ConfigError."""
     try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        look(root)
-        value = loader.construct_document(root)
+        value = yaml.load(text, yaml.CSafeLoader)
         # Options reach vLLM and the processes as JSON, which has no keys that are dates.
         json.dumps(value, default=str)
         return value
@@ -108,17 +100,16 @@ def parse_yaml(
     except RecursionError as exc:
         why = "a value contains itself through an alias"
         raise ConfigError([f"{where}: not valid YAML: {why}"]) from exc
-    finally:
-        loader.dispose()
 
 
-def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
+def _note_origins(document: Document, node: yaml.Node | None, path: KeyPath) -> None:
     """Records the line of every key and reports duplicate keys."""
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
     for key_node, value_node in node.value:
-        key = str(key_node.value)
+        if (key := str(key_node.value)) == "<<":
+            continue
         here, where = (*path, key), f"{document.source}:{key_node.start_mark.line + 1}"
         if key in seen:
             document.mistakes.append(f"{where}: {'.'.join(here)}: duplicate key")
@@ -153,7 +144,9 @@ def _apply_override(document: Document, text: str) -> None:
     except ConfigError as exc:
         document.mistakes += exc.mistakes
         return
-    if (variable := _secret_in(path[-1], parsed)) is not None:
+    given = parsed if isinstance(parsed, dict) else {path[-1]: parsed}
+    named = [_SECRETS.get(str(key).lower().replace("_", "-")) for key in given]
+    if parsed not in (None, True, False) and (variable := next(filter(None, named), None)):
         document.mistakes.append(
             f"--{name}: a secret on the command line, which all users of this machine can read; put"
             f" it into the configuration file, or set the variable {variable}"
@@ -166,16 +159,6 @@ def _apply_override(document: Document, text: str) -> None:
         node = node[step]
     node[path[-1]] = parsed
     document.origins[path] = f"--{name}"
-
-
-def _secret_in(key: str, value: Any) -> str | None:
-    """The variable to set in place of the first secret in this override; None: there is none."""
-    if isinstance(value, dict):
-        found = (_secret_in(str(inner), one) for inner, one in value.items())
-        return next((variable for variable in found if variable is not None), None)
-    if value is None or isinstance(value, bool):
-        return None  # no secret, but whether there is one
-    return _SECRETS.get(key.lower().replace("_", "-"))
 
 
 def kebab(name: str) -> str:
@@ -200,37 +183,24 @@ def unknown_key(key: str, accepted: Iterable[str], unlisted: Iterable[str] = ())
 def fill(
     document: Document,
     path: KeyPath,
-    kind: type,
+    kind: type[T],
     given: Mapping[str, Any],
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     accepted: Iterable[str] = (),
-) -> dict[str, Any]:
-    """The options of `kind` in snake_case, with defaults.
+) -> T | None:
+    """The options of `kind`; None after a mistake, which is added to `document`.
 
-    `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
-    is empty. accepted: the keys to name if one is unknown; by itself those of `kind`.
+    given: with kebab-case keys. defaults: in place of those of `kind`, in snake_case. accepted: the
+    keys to name if one is unknown; by itself those of `kind`.
     """
-    value = _section(document, path, kind, given, defaults or {}, accepted)
-    return {} if value is None else dataclasses.asdict(value)
-
-
-def _section(
-    document: Document,
-    path: KeyPath,
-    kind: Any,
-    given: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    accepted: Iterable[str] = (),
-) -> Any:
-    """None after a mistake."""
     before, hints = len(document.mistakes), get_type_hints(kind, include_extras=True)
-    fields = {kebab(field.name): field for field in dataclasses.fields(kind)}
+    declared = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    fields = {kebab(field.name): field for field in declared}
     values = dict(defaults)
     for key, value in given.items():
         here = (*path, str(key))
         if (field := fields.get(str(key))) is None:
-            gone = removed_option(*here)
-            document.complain(here, gone or unknown_key(str(key), accepted or fields))
+            document.complain(here, unknown_key(str(key), accepted or fields))
         else:
             values[field.name] = _value(document, here, hints[field.name], value)
     for key, field in fields.items():
@@ -252,7 +222,7 @@ def _value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
         element = get_args(kind)[0]
         return tuple(_value(document, (*path, str(i)), element, v) for i, v in enumerate(value))
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _section(document, path, kind, value, {})
+        return fill(document, path, cast("type", kind), value)
     try:
         # Refuses "5" for 5 and 1 for true, but takes 5 for 5.0.
         return msgspec.convert(value, kind)

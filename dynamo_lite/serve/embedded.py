@@ -33,11 +33,9 @@ from dynamo_lite.serve.run_state import ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
-_PROBE_INTERVAL_S = 0.01
+_PROBE_INTERVAL_S, _PROBE_TIMEOUT_S = 0.01, 1.0
 #: Failed starts in a row after which the whole graph fails: nearly 8 s.
 _TRIES = 6
-#: Free ports that a first start tries.
-_PORTS = 5
 _BACKOFF = Backoff(first_s=0.125, longest_s=5.0, calm_s=30.0)
 
 #: Of an error in the logs of etcd and nats-server.
@@ -55,12 +53,14 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
         self.port = port or free_port()
-        self._ports = 1 if port else _PORTS
+        self._drawn = not port
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
         #: Set during a drain: failed restarts no longer raise.
         self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
+        #: Of a client, where the server wants TLS.
+        self._context: ssl.SSLContext | None = None
         #: Where the log of this process begins: earlier ones have written, too.
         self._log_begin = 0
 
@@ -80,42 +80,35 @@ class EmbeddedServer(ABC):
 
         on_change: called after each change of `state`.
         """
-        failures = 0
+        began, failures, tries = time.monotonic(), 0, 0
+        what = f"ended ({exit_text(await self.exited())})"
         while True:
-            began = time.monotonic()
-            what = f"ended ({exit_text(await self.exited())}); restarting"
             self.state.pid = 0
             on_change()
-            uptime_s, tries = time.monotonic() - began, 0
-            while not self.state.pid:
-                again = _BACKOFF.after_exit(failures, uptime_s)
-                failures, uptime_s = again.failures, 0.0
-                # Every process needs the server: only repeated failures are delayed.
-                delay_s = again.delay_s if failures > 1 else 0.0
-                progress.line(self.name, f"{what} in {delay_s:g} s")
-                await asyncio.sleep(delay_s)
-                try:
-                    await self.restart()
-                except StartupError as exc:
-                    tries += 1
-                    if tries >= _TRIES and not self.graph_ends:
-                        raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
-                    what = f"{exc}; next try"
-            self.state.restarts += 1
+            again = _BACKOFF.after_exit(failures, time.monotonic() - began)
+            began, failures = time.monotonic(), again.failures
+            # Every process needs the server: only repeated failures are delayed.
+            delay_s = again.delay_s if failures > 1 else 0.0
+            progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            try:
+                await self.restart()
+            except StartupError as exc:
+                tries, what = tries + 1, str(exc)
+                if tries >= _TRIES and not self.graph_ends:
+                    raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
+                continue
+            self.state.restarts, tries = self.state.restarts + 1, 0
             on_change()
             progress.line(self.name, "restarted")
+            what = f"ended ({exit_text(await self.exited())})"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(self._ports)):
-            try:
-                await self.restart()
-                break
-            except StartupError:
-                if not left or not self._port_is_taken():
-                    raise
-                self.port = free_port()
+        while self._drawn and self._port_is_taken():
+            self.port = free_port()
+        await self.restart()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -187,9 +180,18 @@ class EmbeddedServer(ABC):
     def _command(self) -> list[str]:
         """The program and its arguments."""
 
-    @abstractmethod
     async def _is_ready(self) -> bool:
         """Whether the server accepts clients."""
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                # With TLS it answers when it serves, and not as soon as it listens.
+                place = asyncio.open_connection("127.0.0.1", self.port, ssl=self._context)
+                _, writer = await place
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError):
+            return False
+        return True
 
 
 class EmbeddedNats(EmbeddedServer):
@@ -228,9 +230,6 @@ class EmbeddedNats(EmbeddedServer):
             write_private(self._login, self._token.encode())
         return [program("nats-server"), "-c", str(config.resolve())]
 
-    async def _is_ready(self) -> bool:
-        return (await _exchange(self.port)).startswith(b"INFO ")
-
 
 class EmbeddedEtcd(EmbeddedServer):
     """A single etcd without disk syncs.
@@ -245,7 +244,6 @@ class EmbeddedEtcd(EmbeddedServer):
     def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
         super().__init__(directory, port)
         self._private = private
-        self._context: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
@@ -300,29 +298,6 @@ class EmbeddedEtcd(EmbeddedServer):
             command += ["--cert-file", cert, "--key-file", key]
             command += ["--client-cert-auth", "--trusted-ca-file", ca]
         return command
-
-    async def _is_ready(self) -> bool:
-        request = b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
-        return b'"health":"true"' in await _exchange(self.port, request, self._context)
-
-
-async def _exchange(
-    port: int, request: bytes = b"", context: ssl.SSLContext | None = None
-) -> bytes:
-    """Sends `request` to a loopback server. Returns the response, empty if there is none yet;
-    without a request the server's first line."""
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-            try:
-                writer.write(request)
-                await writer.drain()
-                return await (reader.read() if request else reader.readline())
-            finally:
-                writer.close()
-                await writer.wait_closed()
-    except (OSError, TimeoutError):
-        return b""
 
 
 def etcd_environment(url: str) -> dict[str, str]:

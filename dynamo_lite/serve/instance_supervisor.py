@@ -290,17 +290,13 @@ class InstanceSupervisor:
         return f"{self.launch.name}: {cause}"
 
 
-async def revoke_lease(etcd_url: str, lease_id: int) -> bool:
-    """Revokes the lease of a process that has died. Returns whether the lease is gone. If not, it
-    expires; the log says why.
+async def revoke_lease(etcd_url: str, lease_id: int) -> None:
+    """Revokes the lease of a process that has died. If that fails it expires; the log says why.
 
     etcdctl does it: this process forks, so it must not have the threads of a gRPC client.
     """
     try:
         await etcdctl(etcd_url, "lease", "revoke", f"{lease_id:x}", timeout_s=_REVOKE_TIMEOUT_S)
     except (ConfigError, StartupError) as exc:
-        if "requested lease not found" in str(exc):
-            return True
-        logger.warning("lease %x was not revoked, it will expire: %s", lease_id, exc)
-        return False
-    return True
+        if "requested lease not found" not in str(exc):
+            logger.warning("lease %x was not revoked, it will expire: %s", lease_id, exc)

@@ -12,21 +12,15 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.serve.child_environment import child_environment
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PORTS = 16384
 _PORT_TRIES = 32
@@ -120,16 +114,6 @@ async def output_of(
         lines = errors.decode(errors="replace").strip().splitlines() or ["no message"]
         raise StartupError(f"{what}: {redact(lines[-1])}")
     return answer
-
-
-async def answer_of(what: str, module: str, question: bytes, kind: type[T], timeout_s: float) -> T:
-    """As `output_of`, of a module of this package that answers JSON with JSON of this kind."""
-    command = (sys.executable, "-m", f"dynamo_lite.{module}")
-    answer = await output_of(what, command, child_environment({}), question, timeout_s)
-    try:
-        return msgspec.json.decode(answer, type=kind)
-    except msgspec.DecodeError as exc:
-        raise StartupError(f"{what}: {exc}") from exc
 
 
 def free_port() -> int:

@@ -16,13 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_lite.disagg.queue.base import QueueOptions, single_server_text
 from dynamo_lite.planner.config import PlannerConfig
-from dynamo_lite.planner.policy.inputs import Role
-from dynamo_lite.planner.policy.limits import contradictions, occupied
+from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
-    host_port,
     is_loopback,
     parse_etcd_url,
     parse_nats_url,
@@ -30,76 +27,53 @@ from dynamo_lite.runtime.address import (
 )
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.listening import bind
-from dynamo_lite.serve.access import ServersToCheck
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
 from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
-from dynamo_lite.serve.processes import answer_of, output_of
+from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.services import PLANNER, Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
 from dynamo_lite.vllm.compat import require_tested, vllm_version
-from dynamo_lite.vllm.edge_choice import Obstacle, check_version, find_program, obstacles
+from dynamo_lite.vllm.edge_choice import obstacles
 
-_ACCESS_TIMEOUT_S = 60.0
 _VLLM_TIMEOUT_S = 180.0
 
 #: In Hugging Face's format, in Mistral's.
 _MODEL_FILES = ("config.json", "params.json")
 _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
-_EDGE_VARIABLE = "DYNAMO_LITE_VLLM_RS"
-_GET_EDGE = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
-
-
-def check_addresses(config: GraphConfig) -> None:
-    """Raises StartupError when a process that starts here cannot listen."""
-    bind_host = config.shared.bind_host
-    wanted = [("Graph.bind-host", bind_host, 0)]
-    for service in config.here:
-        name, first = service.service.name, service.status_port
-        if service.workers and (address := http_address(service)) is not None:
-            wanted += [(f"{name}.host", address[0], 0), (f"{name}.port", *address)]
-        for number in range(service.workers if first else 0):
-            wanted.append((f"{name}.ServiceArgs.status-port", bind_host, first + number))
-    for option, host, port in wanted:
-        try:
-            bind(host, port).close()
-        except StartupError as exc:
-            raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
-
-
-def http_address(service: ServiceConfig) -> tuple[str, int] | None:
-    """Host and port of the service's HTTP server; None if it has none."""
-    host, port = service.options.get("host"), service.options.get("port")
-    return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
 @contextlib.contextmanager
-def shared_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
-    """Keeps the HTTP port of a service with several processes: while the context is open, only they
-    can listen on it, with SO_REUSEPORT.
+def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    """Raises StartupError unless the service's HTTP server can listen, if it has one. What else a
+    process opens, it reports itself before it loads anything.
 
-    The result has the real port in place of 0. Raises StartupError when the port is in use.
+    The port of several processes is kept: while the context is open, only they can listen on it,
+    with SO_REUSEPORT. The result has the real port in place of 0.
     """
-    if (address := http_address(service)) is None or service.workers < 2:
+    host, port = service.options.get("host"), service.options.get("port")
+    if not service.workers or host is None or port is None:
         yield service
         return
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    # It never listens, so it gets no connections.
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(address)
-            # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would
-            # get each other's connections. And with SO_REUSEADDR any program could bind it,
-            # because this socket does not listen.
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        except OSError as exc:
-            why = f"cannot reserve {host_port(*address)} for several processes: {exc.strerror}"
-            raise StartupError(why) from exc
+    try:
+        # It never listens, so it gets no connections.
+        holder = bind(host, port)
+    except StartupError as exc:
+        option = f"{service.service.name}.port"
+        raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
+    with holder:
+        if service.workers < 2:
+            holder.close()
+            yield service
+            return
+        # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
+        # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
+        # does not listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
@@ -133,33 +107,13 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_planner_budget(config: GraphConfig, document: Document) -> None:
-    """Adds to the document's mistakes what is beyond the budget of a planner that starts here.
-
-    A planner of Kubernetes knows the devices of its workers by its own section, and the graph does
-    not start them.
-    """
-    planner = next((c for c in config.here if c.service.name == PLANNER.name and c.workers), None)
+def check_planner(config: GraphConfig, document: Document) -> None:
+    """Adds to the document's mistakes what contradicts itself in the planner's options."""
+    planner = config.get(PLANNER.name)
     # Without options after a mistake in its section.
-    if planner is None or not planner.options:
-        return
-    options = msgspec.convert(planner.options, PlannerConfig)
-    where = (PLANNER.name, "budget-devices")
-    kubernetes = options.kubernetes
-    workers = [one for name in Role if (one := config.get(name)) and not kubernetes.workloads]
-    devices = {c.service.name: c.devices for c in workers} or kubernetes.devices
-    for mistake in contradictions(options, devices):
-        document.complain((PLANNER.name,), mistake)
-    started = [c for c in workers if c.workers and c in config.here]
-    need = sum(c.workers * occupied(c.devices) for c in started)
-    if need > options.budget_devices:
-        each = ", ".join(f"{c.service.name} {c.workers} * {occupied(c.devices)}" for c in started)
-        document.complain(
-            where,
-            f"{options.budget_devices}, but the workers that the graph starts need {need} devices:"
-            f" {each} (a worker without a device counts as one); raise the budget, or start fewer"
-            " workers (ServiceArgs.workers)",
-        )
+    if planner is not None and planner.options:
+        for mistake in contradictions(msgspec.convert(planner.options, PlannerConfig)):
+            document.complain((PLANNER.name,), mistake)
 
 
 def check_vllm_arguments(
@@ -191,54 +145,31 @@ def _verdict(service: Service, mistake: Mistake) -> str:
 
 def _ask_vllm(question: str) -> list[Mistake]:
     """Raises StartupError. An interrupt ends the parsers, too."""
-    failed, kind = "vLLM's argument parser failed", dict[str, list[Mistake]]
-    answer = answer_of(failed, "vllm.args", question.encode(), kind, _VLLM_TIMEOUT_S)
-    return asyncio.run(answer).get("mistakes", [])
+    failed, env = "vLLM's argument parser failed", child_environment({})
+    command = (sys.executable, "-m", "dynamo_lite.vllm.args")
+    asked = output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S)
+    try:
+        return json.loads(asyncio.run(asked))["mistakes"]
+    except (ValueError, LookupError, TypeError) as exc:
+        raise StartupError(f"{failed}: {exc}") from exc
 
 
-def settle_edge(config: GraphConfig, document: Document) -> GraphConfig:
-    """Returns the configuration with the path of the program where `edge: rust` is asked for.
-
-    What keeps it from serving is added to the document's mistakes.
-    """
-    here = [one for one in config.here if one.workers]
-    settled = (_settle_edge(one, document) if one in here else one for one in config.services)
-    return replace(config, services=tuple(settled))
-
-
-def _settle_edge(service: ServiceConfig, document: Document) -> ServiceConfig:
-    if service.service.config is not FrontendConfig or service.options["edge"] != "rust":
-        return service
-    found = obstacles(
-        service.options,
-        asdict(FrontendConfig()),
-        service.flags,
-        workers=service.workers,
-        key_in_environment=bool(child_environment(service.env).get("VLLM_API_KEY")),
-    )
-    program = None
-    if not found:
-        try:
-            program = _edge_program(service)
-        except StartupError as exc:
-            found.append(Obstacle("edge", str(exc)))
-    for obstacle in found:
-        how = "" if obstacle.key == "edge" else "not with `edge: rust`: "
-        path = (service.service.name, *obstacle.key.split("."))
-        document.complain(path, f"{how}{obstacle.reason}")
-    if found:
-        return service
-    return replace(service, options={**service.options, "edge_binary": str(program)})
-
-
-def _edge_program(service: ServiceConfig) -> Path:
-    """Raises StartupError."""
-    given = service.options["edge_binary"] or child_environment({}).get(_EDGE_VARIABLE) or None
-    program = find_program(given)
-    if program is None:
-        raise StartupError(f"vllm-rs is not installed beside vLLM: {_GET_EDGE}")
-    check_version(program, vllm_version())
-    return program
+def check_edge(config: GraphConfig, document: Document) -> None:
+    """Adds to the document's mistakes what a Frontend that starts here with `edge: rust` cannot
+    serve."""
+    for c in config.here:
+        if not c.workers or c.options.get("edge") != "rust":
+            continue
+        found = obstacles(
+            c.options,
+            asdict(FrontendConfig()),
+            c.flags,
+            workers=c.workers,
+            key_in_environment=bool(child_environment(c.env).get("VLLM_API_KEY")),
+        )
+        for obstacle in found:
+            path = (c.service.name, *obstacle.key.split("."))
+            document.complain(path, f"not with `edge: rust`: {obstacle.reason}")
 
 
 def check_certificates(
@@ -248,80 +179,34 @@ def check_certificates(
     bind_host: str,
     option: str = "Graph.bind-host",
 ) -> None:
-    """Raises ConfigError, with a line for each bad file, unless the components' certificates can be
-    used; without a folder, if processes of other hosts would reach these components.
+    """Raises ConfigError unless the components' certificates can be used; without a folder, if
+    processes of other hosts would reach these components.
 
     bind_host: where they listen. option: the name of that.
     """
-    if folder is None:
-        if not is_loopback(bind_host):
-            named = "--certificates" if option.startswith("--") else "Graph.certificates"
-            raise ConfigError(
-                [
-                    f"{option}: {bind_host} is reachable from other hosts, so processes that"
-                    " listen there need certificates: make them (dynamo-lite access certs DIR"
-                    f" --namespace {namespace}) and name their folder, {named}"
-                ]
-            )
-        return
-    mistakes: list[str] = []
-    for component in components:
-        try:
+    if folder is not None:
+        for component in components:
             Certificates(folder, namespace, component)
-        except ConfigError as exc:
-            mistakes += exc.mistakes
-    if mistakes:
-        raise ConfigError(list(dict.fromkeys(mistakes)))
+    elif not is_loopback(bind_host):
+        named = "--certificates" if option.startswith("--") else "Graph.certificates"
+        raise ConfigError(
+            [
+                f"{option}: {bind_host} is reachable from other hosts, so processes that"
+                " listen there need certificates: make them (dynamo-lite access certs DIR"
+                f" --namespace {namespace}) and name their folder, {named}"
+            ]
+        )
 
 
-def queue_options(services: Iterable[ServiceConfig]) -> QueueOptions | None:
-    """The queue of these services; None if none of them has one."""
-    found = (c.options["queue"] for c in services if "queue" in c.options)
-    return next((QueueOptions(**options) for options in found), None)
-
-
-def check_urls(nats_url: str | None, etcd_url: str | None, *, certified: bool = True) -> None:
-    """Raises ConfigError for malformed URLs and certificate files that they name, for a server of
-    another host that is reached without TLS, and for a NATS that would have to let in everybody.
-    certified: whether clients show a certificate of the graph."""
-    mistakes: list[str] = []
+def check_urls(nats_url: str | None, etcd_url: str | None) -> None:
+    """Raises ConfigError for malformed URLs and certificate files that they name, and for a server
+    of another host that is reached without TLS."""
     for option, url, parse, scheme in (
         ("--nats-url", nats_url, parse_nats_url, "tls"),
         ("--etcd-url", etcd_url, parse_etcd_url, "https"),
     ):
-        if url is None:
+        if url is None or (address := parse(url)).on_loopback or address.tls is not None:
             continue
-        try:
-            address = parse(url)
-        except ConfigError as exc:
-            mistakes += exc.mistakes
-            continue
-        if address.on_loopback:
-            continue
-        if address.tls is None:
-            mistakes.append(
-                f"{option}: {redact(url)} is another host, which is reached over TLS only: write"
-                f" {scheme}://, and name its authority: Graph.certificates, or ?ca=FILE"
-            )
-        known = address.user or address.token or address.creds or address.nkey
-        if option == "--nats-url" and not (known or certified or address.has_certificate):
-            mistakes.append(
-                f"{option}: {redact(url)} has no credentials, so that NATS would let in everybody:"
-                " give it users (dynamo-lite access nats), and write ?login=FILE behind the host"
-            )
-    if mistakes:
-        raise ConfigError(mistakes)
-
-
-async def check_servers(servers: ServersToCheck) -> None:
-    """Raises StartupError unless the servers are reachable and accept the credentials, the queue
-    exists or can be created, and new processes can work with those that run in the namespace."""
-    queue = servers.queue
-    if servers.nats is None and queue is not None and queue.replicas > 1:
-        raise StartupError(single_server_text(queue.replicas))
-    if servers.nats is None and servers.etcd is None:
-        return
-    failed, asked = "the check of NATS and etcd failed", msgspec.json.encode(servers)
-    problems = await answer_of(failed, "serve.access", asked, list[str], _ACCESS_TIMEOUT_S)
-    if problems:
-        raise StartupError("; ".join(problems))
+        why = f"{redact(url)} is another host, which is reached over TLS only"
+        how = f"write {scheme}://, and name its authority: Graph.certificates, or ?ca=FILE"
+        raise ConfigError([f"{option}: {why}: {how}"])

@@ -1,24 +1,23 @@
-"""Starts all processes of a graph, restarts crashed ones, and drains them in order."""
+"""Starts all processes of a graph, restarts crashed ones, and drains them in order. While the graph
+runs, processes of scalable services can be added and retired."""
 
 import asyncio
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
-from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.protocol.planner import RoleCounts, Want
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import all_of, first_of
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.embedded import EmbeddedServer
-from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.launches import ServeRequest, prepare
 from dynamo_lite.serve.progress import Progress, say
 from dynamo_lite.serve.run_state import RunState, run_file, write_run
 
-#: While the start makes no progress, the names of the missing processes are repeated.
-_REMINDER_S = 5.0
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
@@ -32,7 +31,7 @@ class Supervisor:
         stop, force: begin a drain, and kill all processes. Each process enforces the limit of its
             drain itself; one that takes much longer is killed.
 
-    Raises StartupError when the devices do not suffice.
+    Raises StartupError when the devices do not suffice, or files of a process cannot be written.
     """
 
     def __init__(
@@ -49,13 +48,19 @@ class Supervisor:
         options, self._request = request.config.shared, request
         self._etcd_url = run.etcd_url(services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
-        self._fleet = Fleet(services, request.config.devices, self._keeper)
         self._servers, self._stop, self._force = servers, stop, force
         self._grace_s = options.grace_s
         #: The tasks of the keepers while `run` runs.
         self._tasks: asyncio.TaskGroup | None = None
-        run.processes = [instance.state for instance in self._fleet]
         run.servers = [server.state for server in self._servers]
+        self._services = {service.service.name: service for service in services}
+        self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}
+        for name, service in self._services.items():
+            for number in range(service.workers):
+                try:
+                    self._enter(name, number)
+                except Refused as exc:
+                    raise StartupError(exc.reason) from exc
 
     async def run(self) -> int:
         """Returns the exit code.
@@ -70,12 +75,13 @@ class Supervisor:
                     tasks.create_task(server.keep(self._progress, self._on_change))
                     for server in self._servers
                 ]
-                for instance in self._fleet:
+                for instance in self.instances:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
-                if await self._until_ready():
+                await self._until(lambda instance: instance.ready)
+                if not self._stop.is_set:
                     self._announce()
-                    await self._until_stop()
+                    await self._until(lambda instance: instance.done)
                 await self._drain()
                 for task in (*watching, forcing):
                     task.cancel()
@@ -88,71 +94,45 @@ class Supervisor:
 
     # Changes while the graph runs
 
-    def counts(self) -> dict[str, RoleCounts]:
-        return self._fleet.counts()
-
-    def want(self, component: str, count: int, leases: Sequence[int]) -> None:
-        """Starts or drains processes until there are `count`, without draining ones.
-
-        leases: as in `Fleet.to_retire`. The graph survives processes that cannot be started; they
-        are not tried again.
+    def want(self, order: Want) -> None:
+        """Starts or drains processes of a service until there are as many, without draining ones.
+        The graph survives processes that cannot be started; they are not tried again.
 
         Raises Refused when that is not possible; the error says what is accepted.
         """
-        tasks = self._running_tasks()
-        while (number := self._fleet.number(component)) < count:
-            instance = self._fleet.add(component)
+        tasks, component = self._tasks, order.component
+        if tasks is None or self._run.state != "ready":
+            raise Refused(f"the graph is {self._run.state}; it must be ready", elsewhere=False)
+        while (number := self._number(component)) < order.count:
+            instance = self._add(component)
             tasks.create_task(instance.keep(), name=instance.launch.name)
             self._progress.line(instance.launch.name, "added")
             self._on_change()
-        if number <= count:
-            return
-        for instance in self._fleet.to_retire(component, number - count, leases):
+        for instance in self._to_retire(component, number - order.count, order.leases):
             if instance.phase not in ("ended", "draining"):
                 self._progress.line(instance.launch.name, "retired")
                 instance.stop()
                 tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
 
-    def _running_tasks(self) -> asyncio.TaskGroup:
-        state = self._run.state
-        if self._tasks is None or state != "ready":
-            raise Refused(f"the graph is {state}; it must be ready", elsewhere=False)
-        return self._tasks
-
-    def _keeper(
-        self, service: ServiceConfig, number: int, devices: tuple[str, ...]
-    ) -> InstanceSupervisor:
-        return InstanceSupervisor(
-            prepare(self._request, service, self._run, self._directory, number, devices),
-            self._etcd_url,
-            self._progress,
-            self._on_change,
-            needed=self._run.state != "ready",
-        )
-
     async def _end(self, instance: InstanceSupervisor) -> None:
-        """Kills a retired process that takes much longer than the limit of its drain."""
-        limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
-        await self._gone([instance], limit_s)
+        await self._gone([instance], self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S)
         self._progress.line(instance.launch.name, "left the graph")
 
     # From start to end
 
-    async def _until_ready(self) -> bool:
-        """Waits until every instance is ready. Returns False when a stop signal came first."""
-        while waiting := [instance for instance in self._fleet if not instance.ready.is_set()]:
-            await first_of(waiting[0].ready.wait(), self._stop.wait(), timeout_s=_REMINDER_S)
-            if self._stop.is_set:
-                return False
-            late = [instance for instance in self._fleet if not instance.ready.is_set()]
-            if late and late == waiting:
-                self._progress.line("serve", f"waiting for {', '.join(self._fleet.names(late))}")
-        return True
+    async def _until(self, event: Callable[[InstanceSupervisor], asyncio.Event]) -> None:
+        """Waits until every instance has set its event, or a stop signal comes."""
+
+        async def all_set() -> None:
+            while left := [event(one) for one in self.instances if not event(one).is_set()]:
+                await left[0].wait()
+
+        await first_of(all_set(), self._stop.wait())
 
     def _announce(self) -> None:
         self._run.state = "ready"
         self._on_change()
-        for instance in self._fleet:
+        for instance in self.instances:
             url = instance.facts.get("url")
             if not url:
                 continue
@@ -161,14 +141,7 @@ class Supervisor:
                 model = instance.facts.get("model", "MODEL")
                 say(_EXAMPLE.format(url=url, model=model), sys.stdout)
             return
-        say(f"ready {' '.join(self._fleet.names())}", sys.stdout)
-
-    async def _until_stop(self) -> None:
-        async def all_done() -> None:
-            while left := [one for one in self._fleet if not one.done.is_set()]:
-                await left[0].done.wait()
-
-        await first_of(all_done(), self._stop.wait())
+        say(f"ready {' '.join(one.launch.name for one in self.instances)}", sys.stdout)
 
     async def _drain(self) -> None:
         for server in self._servers:
@@ -177,12 +150,12 @@ class Supervisor:
         self._on_change()
         if self._stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
-        for tier in self._fleet.tiers():
+        for tier in list(self._tiers.values()):
             for instance in tier:
                 instance.stop()
             await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await self._gone(list(self._fleet), _CLOSE_MARGIN_S)
+        await self._gone(list(self.instances), _CLOSE_MARGIN_S)
 
     async def _gone(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
         """Waits for their end, and kills those that are still there after the limit."""
@@ -195,21 +168,117 @@ class Supervisor:
     async def _kill_when_forced(self) -> None:
         await self._force.wait()
         self._progress.line("serve", "forced: killing all processes")
-        for instance in self._fleet:
+        for instance in self.instances:
             instance.kill()
 
     def _on_change(self) -> None:
-        facts = [instance.facts for instance in self._fleet if instance.state.state == "ready"]
+        facts = [instance.facts for instance in self.instances if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
             self._run.http = urls[0]
-        self._run.processes = [instance.state for instance in self._fleet]
+        self._run.processes = [instance.state for instance in self.instances]
         try:
             write_run(self._directory, self._run)
         except OSError as exc:
             # The graph goes on, and the next change is written with this one.
             path = run_file(self._directory)
             self._progress.line("serve", f"cannot write {path}: {exc.strerror}")
+
+    # Which processes there are, and the devices that they occupy
+
+    @property
+    def instances(self) -> list[InstanceSupervisor]:
+        """In drain order."""
+        return [instance for tier in self._tiers.values() for instance in tier]
+
+    def counts(self) -> dict[str, RoleCounts]:
+        return {name: self._counts(name) for name in self._scalable()}
+
+    def _add(self, component: str) -> InstanceSupervisor:
+        """Enters one more process. Raises as `_enter`."""
+        present = {one.launch.instance for one in self._tiers[component] if not one.done.is_set()}
+        return self._enter(component, next(n for n in itertools.count() if n not in present))
+
+    def _number(self, component: str) -> int:
+        """Its processes, without draining ones. Raises Refused, which says what is accepted."""
+        if component not in (accepted := self._scalable()):
+            can = ", ".join(accepted) or "none"
+            raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
+        counts = self._counts(component)
+        return counts.starting + counts.ready
+
+    def _to_retire(
+        self, component: str, number: int, leases: Sequence[int]
+    ) -> list[InstanceSupervisor]:
+        """Processes with these leases, then those that were never ready, the youngest first, then
+        those that are restarted after a crash. Raises Refused if there are fewer than `number`."""
+        tier = self._tiers[component]
+        known = {one.lease_id: one for one in tier if one.lease_id}
+        found = [known[lease] for lease in leases if lease in known]
+        found += [one for one in reversed(tier) if one.phase == "starting"]
+        found += [one for one in reversed(tier) if one.phase == "ready" and not one.lease_id]
+        if len(found) < number:
+            have = ", ".join(f"{lease:x}" for lease in known) or "none"
+            raise _refused(
+                f"{component}: no other process is starting or was named; leases: {have}"
+            )
+        return found[: max(number, 0)]
+
+    def _enter(self, name: str, number: int) -> InstanceSupervisor:
+        """Raises Refused when too few devices are free, or its files cannot be written."""
+        service = self._services[name]
+        need = service.devices
+        if need > len(free := self._free()):
+            raise _refused(
+                f"{name}: needs {need} devices, {len(free)} are free; set Graph.devices,"
+                " or retire a process first"
+            )
+        try:
+            instance = self._keeper(service, number, free[:need])
+        except OSError as exc:
+            raise _refused(f"{name}: its files cannot be written: {exc}") from exc
+        # The last process with this number has ended, and its log was overwritten.
+        self._tiers[name] = [one for one in self._tiers[name] if one.launch.instance != number]
+        self._tiers[name].append(instance)
+        return instance
+
+    def _keeper(
+        self, service: ServiceConfig, number: int, devices: tuple[str, ...]
+    ) -> InstanceSupervisor:
+        """Raises OSError when its files cannot be written."""
+        return InstanceSupervisor(
+            prepare(self._request, service, self._run, self._directory, number, devices),
+            self._etcd_url,
+            self._progress,
+            self._on_change,
+            needed=self._run.state != "ready",
+        )
+
+    def _free(self) -> tuple[str, ...]:
+        """The devices that no process occupies which has not ended."""
+        occupied = {
+            name for one in self.instances if not one.done.is_set() for name in one.launch.devices
+        }
+        return tuple(name for name in self._request.config.devices if name not in occupied)
+
+    def _scalable(self) -> list[str]:
+        return [name for name, one in self._services.items() if one.service.scalable]
+
+    def _counts(self, name: str) -> RoleCounts:
+        tier = self._tiers[name]
+        phases = [one.phase for one in tier]
+        return RoleCounts(
+            starting=phases.count("starting"),
+            ready=phases.count("ready"),
+            draining=phases.count("draining"),
+            devices_each=self._services[name].devices,
+            devices_free=len(self._free()),
+            leases=tuple(one.lease_id for one in tier if one.lease_id and one.phase != "ended"),
+        )
+
+
+def _refused(reason: str) -> Refused:
+    return Refused(reason, elsewhere=False)
 
 
 _EXAMPLE = """

@@ -6,8 +6,6 @@ programs: an order names a service of the graph and nothing else.
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -80,10 +78,14 @@ class SupervisorSocket:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the socket cannot be made."""
+        options = {"limit": MAX_LINE_BYTES, "start_serving": False}
         try:
-            self._server = await asyncio.start_unix_server(
-                self._on_connection, sock=_bound(self._path), limit=MAX_LINE_BYTES
-            )
+            # It replaces the socket that a killed supervisor has left.
+            with short_address(self._path) as path:
+                self._server = await asyncio.start_unix_server(self._on_connection, path, **options)
+            # No client can connect before it listens.
+            self._path.chmod(0o600)
+            await self._server.start_serving()
         except OSError as exc:
             raise StartupError(f"cannot make the socket {self._path}: {exc.strerror}") from exc
         return self
@@ -108,28 +110,6 @@ class SupervisorSocket:
 
     def _answer(self, line: bytes) -> SupervisorReply:
         try:
-            request = _decode_request(line)
+            return self._orders.answer(_decode_request(line), self._supervisor.want)
         except msgspec.DecodeError as exc:
-            why = f"not a request: {exc}; accepted: counts, want"
-            return self._orders.reply(why)
-        return self._orders.answer(request, self._carry_out)
-
-    def _carry_out(self, order: Want) -> None:
-        self._supervisor.want(order.component, order.count, order.leases)
-
-
-def _bound(path: Path) -> socket.socket:
-    """A socket that only its owner can open. It replaces the socket that a killed supervisor
-    has left."""
-    path.unlink(missing_ok=True)
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with short_address(path) as address:
-            bound.bind(address)
-        # No client can connect before it listens.
-        os.chmod(path, 0o600)
-        bound.setblocking(False)
-    except OSError:
-        bound.close()
-        raise
-    return bound
+            return self._orders.reply(f"not a request: {exc}; accepted: counts, want")

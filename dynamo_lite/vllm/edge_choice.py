@@ -92,26 +92,33 @@ def obstacles(
     return found
 
 
-def find_program(given: str | None) -> Path | None:
-    """The path of the Rust frontend's program. given: a configured path; None if there is none.
+def find_program(given: str | None, vllm: str) -> Path:
+    """The path of the Rust frontend's program.
 
-    Raises StartupError if the configured file cannot be run.
+    given: a configured path; None: the one beside vLLM. vllm: name and version of the installed
+    one, as of `vllm_version`.
+
+    Raises StartupError unless there is one that has vLLM's version, and can serve.
     """
-    if given is not None:
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise StartupError(f"there is no file {path}")
-        return path.resolve()
+    program = beside_vllm() if given is None else Path(given).expanduser().resolve()
+    if program is None:
+        raise StartupError(
+            f"{PROGRAM} is not installed beside vLLM: run scripts/get_vllm_rs, and set edge-binary"
+            " to the path that it prints"
+        )
+    check_version(program, vllm)
+    return program
+
+
+def beside_vllm() -> Path | None:
     spec = find_spec("vllm")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return next((path for f in folders if (path := Path(f) / PROGRAM).is_file()), None)
 
 
 def check_version(program: Path, vllm: str) -> None:
-    """Raises StartupError unless the program has the version of the installed vLLM, and can serve.
-
-    vllm: name and version, as of `vllm_version`.
-    """
+    """Raises StartupError unless the program has the version of the installed vLLM, and can
+    serve."""
     if why := no_rust_edge(vllm):
         raise StartupError(why)
     ended = _run(program, "--version")

@@ -12,9 +12,11 @@ from dynamo_lite.protocol.errors import StartupError, StoreUnavailable, Unavaila
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import NoBroker
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import LeaseLoss
-from dynamo_lite.serve.access import ServersToCheck, problems
+from dynamo_lite.serve.access import check_access
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.instance_supervisor import revoke_lease
 from tests.builders import endpoint_record, eventually, register
@@ -31,6 +33,7 @@ from tests.external import (
     nats_tls,
     nats_url,
 )
+from tests.twins.servers import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -60,7 +63,7 @@ async def use_etcd(url: str) -> None:
     async with EtcdStore(url, connect_timeout_s=2.0) as store, store.lease(60.0) as lease:
         await store.put("n/k", b"v", lease=lease)
         assert await store.get("n/k") == b"v"
-        assert await revoke_lease(url, lease.id)
+        await revoke_lease(url, lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 
 
@@ -108,17 +111,32 @@ async def test_who_has_no_certificate_of_the_graph_gets_nowhere(folder: Path, tm
                 assert "s3cret" not in str(refused.value) and ".pem" not in str(refused.value)
 
 
+def spec(nats: str, namespace: str = "n") -> ProcessSpec:
+    return ProcessSpec(
+        namespace=namespace,
+        component="Frontend",
+        instance=0,
+        nats_url=nats,
+        etcd_url="",
+        state_dir="",
+    )
+
+
 async def test_a_server_that_lets_in_everybody_is_reported(folder: Path, tmp_path: Path):
     """On the address of another host; on loopback it is not."""
     async with nats(tmp_path / "nats", nats_config(folder, users=False)) as broker:
         url = with_files(nats_url(broker, ""), folder, "Frontend")
-        assert await problems(ServersToCheck(nats=url)) == []
         async with NatsMessaging(url) as messaging:
             assert not messaging.asks_who
+            await check_access(spec(url), MemoryStore(), messaging)
+            elsewhere = spec("tls://node-1:4222")
+            with pytest.raises(StartupError, match="NATS at tls://node-1:4222 lets in everybody"):
+                await check_access(elsewhere, MemoryStore(), messaging)
     async with nats(tmp_path / "nats", nats_config(folder)) as broker:
         url = with_files(nats_url(broker, "", LOGIN), folder, "Frontend")
         async with NatsMessaging(url) as messaging:
             assert messaging.asks_who
+            await check_access(elsewhere, MemoryStore(), messaging)
 
 
 async def test_a_live_member_of_another_wire_version_is_reported(etcd_url: str, namespace: str):
@@ -130,8 +148,9 @@ async def test_a_live_member_of_another_wire_version_is_reported(etcd_url: str, 
     )
     async with EtcdStore(etcd_url) as store:
         await register(store, record)
-    [said] = await problems(ServersToCheck(etcd=etcd_url, namespace=namespace))
-    assert said == f"cannot join namespace {namespace}: {misfit(record)}"
+        with pytest.raises(StartupError) as refused:
+            await check_access(spec("", namespace=namespace), store, NoBroker())
+    assert str(refused.value) == f"cannot join namespace {namespace}: {misfit(record)}"
 
 
 def replace_authority(folder: Path) -> None:

@@ -23,7 +23,7 @@ async def test_a_refused_login_is_logged_without_the_password(
 ):
     async with etcd(tmp_path, certificates, users=True) as server:
         url = etcd_url_of(server, certificates.query(), "me:wrong-s3cret")
-        assert not await revoke_lease(url, 0x1234)
+        await revoke_lease(url, 0x1234)
         (message,) = caplog.messages
         said = "lease 1234 was not revoked, it will expire: `etcdctl lease revoke` failed: "
         assert message.startswith(said)
@@ -36,7 +36,7 @@ async def test_a_member_that_is_away_is_passed_over(etcd_url: str):
     async with EtcdStore(etcd_url) as store, store.lease(60.0) as lease:
         await store.put("n/own", b"1", lease=lease)
         both = f"http://127.0.0.1:{port},{etcd_url.removeprefix('http://')}"
-        assert await revoke_lease(both, lease.id)
+        await revoke_lease(both, lease.id)
         assert await lease.verify() is LeaseLoss.REVOKED
 
 
@@ -47,7 +47,7 @@ async def test_files_that_are_gone(
     authority = tmp_path / "ca.pem"
     shutil.copy(certificates.folder / "ca.pem", authority)
     authority.unlink()
-    assert not await revoke_lease(f"https://127.0.0.1:1?ca={authority}", 0x1234)
+    await revoke_lease(f"https://127.0.0.1:1?ca={authority}", 0x1234)
     assert "lease 1234 was not revoked" in caplog.text and str(authority) in caplog.text
 
 
@@ -57,6 +57,6 @@ async def test_an_etcd_that_stands_still_delays_the_restart_for_one_timeout(
     async with private_server(EmbeddedEtcd, tmp_path) as server:
         server.freeze()
         began = time.monotonic()
-        assert not await revoke_lease(server.url, 1)
+        await revoke_lease(server.url, 1)
         assert time.monotonic() - began < 5
         assert "deadline exceeded" in caplog.text or "timeout after" in caplog.text

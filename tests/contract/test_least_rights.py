@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +16,10 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, StartupError, StoreUna
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import Put, Snapshot
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.serve.access import ServersToCheck, problems
+from dynamo_lite.serve.access import check_access
 from tests.builders import eventually
 from tests.least_rights import FOREIGN, PASSWORD, LeastRights, least_rights
 from tests.servers import jetstream_of
@@ -55,21 +57,36 @@ async def test_what_a_component_does_not_need_is_refused(
 
 @pytest.mark.parametrize("own", ["Frontend", "VllmWorker", "PrefillWorker"])
 async def test_another_component_s_users_are_found_before_the_start(rights: LeastRights, own: str):
-    async def found(who: str, nats: str = "", etcd: str = "") -> list[str]:
-        """nats, etcd: in place of the URLs of `who`."""
-        nats, etcd = nats or rights.nats_url(who), etcd or rights.etcd_url(who)
-        return await problems(
-            ServersToCheck(nats=nats, etcd=etcd, namespace=NAMESPACE, components=(own,))
+    async def check(nats: str = "", etcd: str = "") -> None:
+        """nats, etcd: in place of its own URLs."""
+        spec = ProcessSpec(
+            namespace=NAMESPACE,
+            component=own,
+            instance=0,
+            nats_url=nats or rights.nats_url(own),
+            etcd_url=etcd or rights.etcd_url(own),
+            state_dir="",
+            config={} if own == "Frontend" else {"queue": {}},
         )
+        async with (
+            NatsMessaging(spec.nats_url) as messaging,
+            EtcdStore(spec.etcd_url) as store,
+        ):
+            await check_access(spec, store, messaging)
+            # What it has tried is not subscribed to any more.
+            tried = all_permissions(NAMESPACE)[own].subscribe
+            assert {one.subject for one in messaging.client._subs.values()}.isdisjoint(tried)
 
-    assert await found(own) == []
-    login = f"give the login of {own}: ?login=FILE"
-    of_nats, of_etcd = await found("Engine")
-    assert "permissions violation" in of_nats and login in of_nats
-    assert "permission denied" in of_etcd and login in of_etcd
+    await check()
+    login = re.escape(f"give the login of {own}: ?login=FILE")
+    with pytest.raises(StartupError, match=f"permissions violation.*{login}"):
+        await check(nats=rights.nats_url("Engine"))
+    with pytest.raises(StartupError, match=f"permission denied.*{login}"):
+        await check(etcd=rights.etcd_url("Engine"))
     without, _, _ = rights.nats_url(own).partition("&inbox")
-    [said] = await found(own, nats=without)
-    assert said.endswith(f"{login}&inbox=_INBOX_n-1-{own}") and PASSWORD not in said
+    with pytest.raises(StartupError, match=f"{login}&inbox=_INBOX_n-1-{own}$") as refused:
+        await check(nats=without)
+    assert PASSWORD not in str(refused.value)
 
 
 @pytest.mark.parametrize("who", ["Frontend", "Engine", "PrefillWorker"])

@@ -202,7 +202,7 @@ async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: 
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     async with bench.planner(prefill_min=3):
         await planner.check_options(bench.store, place, {"decode-min": 5})
-        with pytest.raises(ConfigError, match=r"decode-min \(6 \* 1\) need 9 devices together"):
+        with pytest.raises(ConfigError, match="and decode-min are 9 together, more than"):
             await planner.check_options(bench.store, place, {"decode-min": 6})
 
 

@@ -17,7 +17,6 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.startup_checks import queue_options
 from tests.deploy.kubernetes import KUBERNETES, Cluster, of_kind, planes, secret_folder
 from tests.deploy.kustomize import Resource, build
 
@@ -50,9 +49,7 @@ def shipped_queue(overlay: str) -> QueueOptions:
     document = read_document(KUBERNETES / "overlays" / overlay / "graph.yaml", [])
     config = resolve(load_graph("graphs.disagg:Frontend"), document)
     document.raise_mistakes()
-    found = queue_options(config.services)
-    assert found is not None
-    return found
+    return QueueOptions(**next(c.options["queue"] for c in config.services if "queue" in c.options))
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])

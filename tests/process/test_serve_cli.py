@@ -67,7 +67,6 @@ def test_bad_flags(arguments: list[str], message: str):
     ("graph", "option"),
     [
         ((STUB,), "Front.port"),
-        ((STUB,), "Back.ServiceArgs.status-port"),
         (("graphs.agg:Frontend", "-f", "configs/agg.yaml"), "Frontend.port"),
     ],
 )
@@ -82,11 +81,24 @@ def test_a_taken_port(tmp_path: Path, graph: tuple[str, ...], option: str):
     assert not any(tmp_path.iterdir())
 
 
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    return result.stderr.splitlines()[-1]
+
+
+def test_a_taken_status_port(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        option = f"--Back.ServiceArgs.status-port={port}"
+        result = run("serve", STUB, "--state-dir", str(tmp_path), option)
+    said = f"error: Back-0: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert last_line(result).startswith(said)
+
+
 @pytest.mark.parametrize(
     ("graph", "key", "value", "message"),
     [
-        (STUB, "Front.host", "999.1.1.1", "Front.host: cannot listen on 999.1.1.1:"),
-        (STUB, "Graph.bind-host", "999.1.1.1", "Graph.bind-host: cannot listen on 999.1.1.1:"),
+        (STUB, "Front.host", "999.1.1.1", "Front.port: cannot listen on 999.1.1.1:"),
         (MODELLED, "Vllm.model", "./absent", "Vllm.model: no model (config.json or params.json)"),
     ],
 )
@@ -106,10 +118,8 @@ def test_unreachable_servers(tmp_path: Path):
         urls = {"NATS": f"nats://{host}", "ETCD": f"http://{host}"}
         environment = os.environ | {f"DYNAMO_LITE_{kind}_URL": url for kind, url in urls.items()}
         result = run("serve", STUB, "--state-dir", str(tmp_path), env=environment)
-    assert result.returncode == 1
-    [line] = result.stderr.splitlines()
-    assert "error: cannot use NATS at nats://1" in line and "cannot use etcd at http://1" in line
-    assert "secret" not in line
+    assert re.search("(Front|Back)-0: cannot use etcd at http://1", last_line(result))
+    assert "secret" not in result.stderr
 
 
 async def test_a_member_that_does_not_fit_refuses_the_start(
@@ -121,8 +131,7 @@ async def test_a_member_that_does_not_fit_refuses_the_start(
     servers = ("--nats-url", nats_url, "--etcd-url", etcd_url, "--namespace", namespace)
     state = ("--state-dir", str(tmp_path))
     refused = await asyncio.to_thread(run, "serve", STUB, *state, *servers)
-    assert refused.returncode == 1
-    assert refused.stderr == f"error: cannot join namespace {namespace}: {misfit(record)}\n"
+    assert f"-0: cannot join namespace {namespace}: {misfit(record)}" in last_line(refused)
 
 
 def test_what_needs_no_graph(tmp_path: Path):
@@ -223,8 +232,8 @@ def test_an_interrupt_while_a_server_is_looked_for(tmp_path: Path):
         socket.create_connection(address := server.getsockname()),
         serving(tmp_path, "--nats-url", f"nats://127.0.0.1:{address[1]}") as command,
     ):
-        eventually(lambda: any(tmp_path.iterdir()), "the start began")
-        ends_with_nothing(command, signal.SIGINT)
+        command.wait_line("connecting")
+        assert command.end(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

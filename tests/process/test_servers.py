@@ -119,7 +119,7 @@ def test_an_interrupt_while_a_server_cannot_be_started(tmp_path: Path):
         break_etcd(graph, tmp_path / "state")
         graph.signal(signal.SIGINT)
         graph.wait_line("Front-0          draining")
-        graph.wait_line("next try in 5 s")  # one more than would end a graph that is to live
+        graph.wait_line("restarting in 5 s")  # one more than would end a graph that is to live
         release.touch()
         assert graph.end() == 0
 

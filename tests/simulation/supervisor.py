@@ -85,7 +85,7 @@ class SimSupervisor:
         self.watcher.added(component)
 
     def to_end(self, component: str, number: int, leases: Sequence[int]) -> list[Slot]:
-        """As `Fleet.to_retire`."""
+        """As the supervisor of `serve`."""
         workers = self.workers(component)
         found = [one for lease in leases for one in workers if one.lease_id == lease]
         found += [one for one in reversed(workers) if one.phase == "starting"]

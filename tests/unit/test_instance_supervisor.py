@@ -58,9 +58,8 @@ def revoked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The leases that were revoked."""
     leases: list[str] = []
 
-    async def revoke(_: str, lease_id: int) -> bool:
+    async def revoke(_: str, lease_id: int) -> None:
         leases.append(f"{lease_id:x}")
-        return True
 
     monkeypatch.setattr(instance_supervisor, "revoke_lease", revoke)
     return leases

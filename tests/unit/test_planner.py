@@ -330,17 +330,6 @@ def test_options_that_do_not_fit_together(options, said):
     assert contradictions(PlannerOptions()) == []
 
 
-def test_the_minima_need_the_devices_of_their_workers():
-    limits = PlannerOptions(prefill_min=2, decode_min=1, budget_devices=7)
-    assert contradictions(limits, {P: 2, D: 3}) == []
-    assert contradictions(limits, {P: 0, D: 5}) == []
-    (mistake,) = contradictions(limits, {P: 2, D: 4})
-    assert mistake == (
-        "prefill-min (2 * 2) and decode-min (1 * 4) need 8 devices together, more than"
-        " budget-devices, 7"
-    )
-
-
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [

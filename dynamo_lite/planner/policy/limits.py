@@ -13,16 +13,8 @@ def bounds(limits: PlannerOptions, role: Role) -> tuple[int, int]:
     return limits.decode_min, max(limits.decode_max, limits.decode_min)
 
 
-def occupied(devices: int) -> int:
-    """What a worker with so many devices takes of the budget: without a device it counts as one."""
-    return max(devices, 1)
-
-
-def contradictions(limits: PlannerOptions, devices: Mapping[str, int] | None = None) -> list[str]:
-    """Mistakes that no single option shows, each as a sentence.
-
-    devices: of one worker. A role that is not in it, and a worker without a device, counts as one.
-    """
+def contradictions(limits: PlannerOptions) -> list[str]:
+    """Mistakes that no single option shows, each as a sentence. A worker counts as one device."""
     found = [
         f"{role.word}-min is {least} and {role.word}-max is {most}: the minimum must not be above"
         for role, least, most in (
@@ -31,13 +23,10 @@ def contradictions(limits: PlannerOptions, devices: Mapping[str, int] | None = N
         )
         if least > most
     ]
-    each = {role: occupied((devices or {}).get(role, 0)) for role in Role}
-    prefill, decode = (f"{bounds(limits, r)[0]} * {each[r]}" for r in (Role.PREFILL, Role.DECODE))
-    least = sum(bounds(limits, role)[0] * count for role, count in each.items())
-    if least > limits.budget_devices:
+    if (least := limits.prefill_min + limits.decode_min) > limits.budget_devices:
         found.append(
-            f"prefill-min ({prefill}) and decode-min ({decode}) need {least} devices together, more"
-            f" than budget-devices, {limits.budget_devices}"
+            f"prefill-min and decode-min are {least} together, more than budget-devices,"
+            f" {limits.budget_devices}"
         )
     return found
 

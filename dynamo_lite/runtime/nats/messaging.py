@@ -122,10 +122,15 @@ class NatsMessaging:
     async def refusal(self, subjects: Iterable[str]) -> str:
         """The server's reason if this user may not receive on its own inbox, or on one of these
         subjects; "" if it may. Raises BrokerUnavailable, DeadlineExceeded."""
-        with self._errors("the subscriptions", _CLOSE_TIMEOUT_S):
-            for subject in (self.client.new_inbox(), *subjects):
-                await self.client.subscribe(subject)
-            await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+        tried: list[Subscription] = []
+        try:
+            with self._errors("the subscriptions", _CLOSE_TIMEOUT_S):
+                for subject in (self.client.new_inbox(), *subjects):
+                    tried.append(await self.client.subscribe(subject))
+                await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+        finally:
+            for subscription in tried:
+                drop(subscription)
         error = self.client.last_error
         return redact(str(error)) if error is not None and is_forbidden(error) else ""
 

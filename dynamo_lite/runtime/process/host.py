@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -82,6 +82,8 @@ class ProcessEnvironment:
         )
     )
     clock: Clock = SYSTEM_CLOCK
+    #: Raises when the process must not work with these servers. Asked once it is connected.
+    check: Callable[[ProcessSpec, Store, Messaging], Awaitable[None]] | None = None
 
 
 async def run_process(
@@ -148,6 +150,8 @@ class _Process:
         )
         store = await stack.enter_async_context(environment.open_store(self._spec))
         messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
+        if environment.check is not None:
+            await environment.check(self._spec, store, messaging)
         ttl_s = self._spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)

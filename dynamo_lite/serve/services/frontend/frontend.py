@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.overview.observer import Observer
@@ -23,6 +21,8 @@ from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboar
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
 from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, client_of, relay
+from dynamo_lite.vllm.compat import vllm_version
+from dynamo_lite.vllm.edge_choice import find_program
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
@@ -108,12 +108,11 @@ class Frontend:
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
         config = self._config
-        if config.edge_binary is None:
-            raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
+        program = await asyncio.to_thread(find_program, config.edge_binary, vllm_version())
         return await self._stack.enter_async_context(
             open_rust_edge(
                 self._spec.engine_args,
-                Path(config.edge_binary),
+                program,
                 sock,
                 url,
                 partial(self._dispatcher.open_intake, host),
