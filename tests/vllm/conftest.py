@@ -1,14 +1,14 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `stock`, `disagg`, `slow`, `pair` and `agg` are
-shared, started when first asked for; a test that needs another takes `stage` and starts its own,
+Two cores carry one graph at a time. `disagg`, `slow`, `pair` and `agg` are shared, started when
+first asked for; a test that needs another takes `stage` and starts its own,
 before which the shared one is stopped. Tests of one graph follow each other, so that each is
 started once.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ from tests.vllm.graph import (
     PlainServer,
 )
 from tests.vllm.slow import SLOW_OPTIONS
-from tests.vllm.stock import StockPair, stock_pair
 
 #: configs/disagg.yaml as it is, with tools; traced is what a client traces.
 _DISAGG_OPTIONS = (
@@ -53,8 +52,6 @@ def _turn(item: pytest.Item) -> int:
     """Stable: tests of other folders, and those without a graph, stay in front."""
     names = getattr(item, "fixturenames", ())
     takes = item.get_closest_marker("takes_workers") is not None
-    if "stock" in names:
-        return 1 + takes
     if "disagg" in names:
         return 3
     if "slow" in names:
@@ -67,16 +64,13 @@ def _turn(item: pytest.Item) -> int:
 
 
 class Stage:
-    """Holds the one graph, or the stock engines, that run. collector_url: where the shared graph's
-    spans go."""
+    """Holds the one graph that runs. collector_url: where the shared graph's spans go."""
 
     def __init__(self, directory: Path, collector_url: str):
         self._directory, self._collector_url = directory, collector_url
         self._started = 0
         self._wanted: tuple[str, ...] = ()
         self._shared: Graph | None = None
-        self._stock: StockPair | None = None
-        self._engines = ExitStack()
 
     def disagg(self) -> Graph:
         """The shared graph that is configs/disagg.yaml."""
@@ -91,22 +85,6 @@ class Stage:
                 self._wanted = wanted
         return self._shared
 
-    def stock(self) -> StockPair:
-        """The shared stock engines."""
-        if self._stock is None:
-            self.clear()
-            self._stock = self._engines.enter_context(stock_pair(self._next_directory()))
-        return self._stock
-
-    @contextmanager
-    def alone(
-        self, graph: tuple[str, str] = DISAGG, options: Sequence[str] = ()
-    ) -> Iterator[Graph]:
-        """A graph for the caller only."""
-        self.clear()
-        with self._new(graph, options) as running:
-            yield running
-
     def clear(self) -> None:
         with self._leaving():
             pass
@@ -114,8 +92,6 @@ class Stage:
     @contextmanager
     def _leaving(self) -> Iterator[None]:
         """The shared graph drains while the body starts the next one."""
-        self._stock = None
-        self._engines.close()
         shared, self._shared = self._shared, None
         if shared is None:
             yield
@@ -130,11 +106,8 @@ class Stage:
         assert not (whole and shared.errors()), shared.errors()
 
     def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
-        return Graph(self._next_directory(), graph, options)
-
-    def _next_directory(self) -> Path:
         self._started += 1
-        return self._directory / f"graph-{self._started}"
+        return Graph(self._directory / f"graph-{self._started}", graph, options)
 
 
 @pytest.fixture(scope="session")
@@ -179,13 +152,6 @@ def disagg(stage: Stage) -> Iterator[Graph]:
     yield graph
     assert {p.service: p.pid for p in graph.processes()} == pids, graph.tails()
     assert {p.state for p in graph.processes()} == {"ready"}, graph.tails()
-
-
-@pytest.fixture
-def stock(stage: Stage) -> StockPair:
-    """Stock vLLM engines, for Forwarders. A test that kills one for good is marked
-    `takes_workers`."""
-    return stage.stock()
 
 
 @pytest.fixture

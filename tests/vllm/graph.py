@@ -56,6 +56,8 @@ AGG_OPTIONS = (
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
 _READY_S = 180.0
+#: Several of them may start at the same time, on a busy machine.
+_PLAIN_READY_S = 300.0
 _STOP_S = 90.0
 _POLL_S = 0.05
 
@@ -355,7 +357,6 @@ class PlainServer(Command):
         document.raise_mistakes()
         assert config is not None
         self._url = f"http://127.0.0.1:{reserved_port()}"
-        self._ready_s = _READY_S
         self._was_ready = False
         super().__init__(
             directory,
@@ -377,7 +378,7 @@ class PlainServer(Command):
     @property
     def url(self) -> str:
         if not self._was_ready:
-            self.wait_until(self.is_ready, self._ready_s)
+            self.wait_until(self.is_ready, _PLAIN_READY_S)
             self._was_ready = True
         return self._url
 
