@@ -1,13 +1,14 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `disagg`, `slow`, `pair` and `agg` are shared, started when
-first asked for; a test that needs another takes `stage` and starts its own,
+Two cores carry one graph at a time. `disagg`, `slow` and `pair` are shared, started when first
+asked for; a test that needs another takes `stage` and starts its own,
 before which the shared one is stopped. Tests of one graph follow each other, so that each is
 started once.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +16,6 @@ import pytest
 
 from tests.collector import Collector, collecting
 from tests.vllm.graph import (
-    AGG,
-    AGG_OPTIONS,
-    DISAGG,
     MODEL,
     PAIR_OPTIONS,
     TOOL_FLAGS,
@@ -58,8 +56,6 @@ def _turn(item: pytest.Item) -> int:
         return 6
     if "pair" in names:
         return 7 + takes
-    if "agg" in names:
-        return 9 + takes
     return 4 if "stage" in names else 0
 
 
@@ -76,13 +72,14 @@ class Stage:
         """The shared graph that is configs/disagg.yaml."""
         return self.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={self._collector_url}"))
 
-    def shared(self, options: tuple[str, ...], graph: tuple[str, str] = DISAGG) -> Graph:
-        """The graph of the caller before, if it was this one with these options."""
-        wanted = (*graph, *options)
-        if self._shared is None or self._wanted != wanted:
+    def shared(self, options: tuple[str, ...]) -> Graph:
+        """The graph of the caller before, if it was one with these options."""
+        if self._shared is None or self._wanted != options:
             with self._leaving():
-                self._shared = self._new(graph, options).__enter__()
-                self._wanted = wanted
+                self._started += 1
+                directory = self._directory / f"graph-{self._started}"
+                self._shared = Graph(directory, options=options).__enter__()
+                self._wanted = options
         return self._shared
 
     def clear(self) -> None:
@@ -97,17 +94,13 @@ class Stage:
             yield
             return
         # The log of a graph with killed processes contains errors.
-        whole = self._wanted[2:][: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
-        shared.ask_to_end()
+        whole = self._wanted[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
+        shared.signal(signal.SIGINT)
         try:
             yield
         finally:
-            shared.stop()
+            assert shared.end() == 0, shared.tails()
         assert not (whole and shared.errors()), shared.errors()
-
-    def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
-        self._started += 1
-        return Graph(self._directory / f"graph-{self._started}", graph, options)
 
 
 @pytest.fixture(scope="session")
@@ -166,10 +159,3 @@ def pair(stage: Stage) -> Graph:
     """Two decode workers and one prefill worker. A test that removes a worker for good is
     marked `takes_workers`; all others leave as many as there were."""
     return stage.shared(PAIR_OPTIONS)
-
-
-@pytest.fixture
-def agg(stage: Stage) -> Graph:
-    """configs/agg.yaml with two workers. A test that takes one for good is marked
-    `takes_workers`."""
-    return stage.shared(AGG_OPTIONS, AGG)

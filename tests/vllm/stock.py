@@ -1,15 +1,15 @@
 """Stock vLLM servers with a KV connector, behind a Forwarder. They know nothing of dynamo-lite."""
 
-import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.ports import reserved_port
-from tests.vllm.graph import Graph, PlainServer, descendants_of, eventually
+from tests.started import descendants_of, eventually, send
+from tests.vllm.graph import Graph, PlainServer
 
 FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 
@@ -29,15 +29,14 @@ class StockEngine(PlainServer):
             "kv_buffer_device": "cpu",
             "kv_load_failure_policy": "recompute",
         }
-        super().__init__(directory / role, flags={"kv-transfer-config": config})
+        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(reserved_port())}
+        super().__init__(directory / role, flags={"kv-transfer-config": config}, env=port)
         self.role: Role = role
-        self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserved_port())
 
     def kill(self) -> None:
         """vLLM's engine process outlives the kill of its server, so it is killed, too."""
         for pid in (self.pid, *descendants_of(self.pid)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
 
 
 @dataclass
