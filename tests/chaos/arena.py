@@ -91,10 +91,10 @@ async def open_arena(
         Cluster(directory, options) as cluster,
         Meters(lambda: [member.state for member in cluster.members()]) as meters,
     ):
-        standing, trouble = await at_rest(cluster)
+        found, trouble = await at_rest(cluster)
         if trouble:
             raise AssertionError(f"the graph does not come to rest: {trouble}")
-        free = max(free for free, _ in standing.free.values())
+        free = max(found.values())
         names = ", ".join(member.name for member in cluster.members())
         say(f"ready: {names}; {free} blocks are free in each engine")
         yield Arena(cluster, meters, *known, free, say)
