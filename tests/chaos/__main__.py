@@ -20,13 +20,11 @@ from tests.chaos.arena import Say, children, left, open_arena
 from tests.chaos.cancels import CANCELS
 from tests.chaos.cluster import CONFIG
 from tests.chaos.delays import PREFILL_KILLED
-from tests.chaos.forward_storm import forward_storm, greedy_questions
 from tests.chaos.outages import OUTAGES
 from tests.chaos.questions import questions, right_answers
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.storm import storm
-from tests.vllm.graph import DISAGG
 
 #: In the order in which `--scenario all` plays them.
 SCENARIOS = (PREFILL_KILLED, *OUTAGES, CANCELS)
@@ -43,9 +41,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of what is done and asked; default: a random one")
     parser.add_argument("--clients", type=int, default=8, help="that ask at the same time (8)")
     parser.add_argument("--scenario", action="append", help="a single failure instead; repeatable")
-    parser.add_argument(
-        "--forwarder", action="store_true", help="stock vLLM engines behind a Forwarder instead"
-    )
     parser.add_argument("--list", action="store_true", help="the scenarios")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
     args = parser.parse_args()
@@ -53,8 +48,6 @@ def _arguments() -> argparse.Namespace:
     for name in args.scenario or ():
         if name not in (*known, "all"):
             parser.error(f"--scenario {name}: there are all, {', '.join(known)}")
-    if args.forwarder and args.scenario:
-        parser.error("--forwarder has no scenarios")
     if args.minutes <= 0 or args.clients <= 0:
         parser.error("--minutes and --clients are more than 0")
     return args
@@ -66,8 +59,6 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
     had = children()
     reports: list[Report] = []
-    if args.forwarder:
-        return [await _forwarder(args, directory, seed, say, stop, had)]
     known = await right_answers(directory, questions(), CONFIG, say)
     chosen = _chosen(args.scenario or [])
     try:
@@ -86,31 +77,6 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     if reports:
         reports[-1].left += await left(had)
     return reports
-
-
-async def _forwarder(
-    args: argparse.Namespace,
-    directory: Path,
-    seed: int,
-    say: Say,
-    stop: asyncio.Event,
-    had: set[int],
-) -> Report:
-    try:
-        known = await right_answers(directory, greedy_questions(), DISAGG, say)
-        report = await forward_storm(
-            directory,
-            known,
-            minutes=args.minutes,
-            seed=seed,
-            clients=args.clients,
-            say=say,
-            stop=stop,
-        )
-    except AssertionError as exc:
-        report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
-    report.left += await left(had)
-    return report
 
 
 def _chosen(names: list[str]) -> list[Scenario]:

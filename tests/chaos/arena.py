@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ class Arena:
             seed=report.seed,
             clients=clients,
             cancels=cancels,
-            excuse=lambda began, _: cluster.excuse(began),
+            excuse=cluster.excuse,
         )
         report.tally = load.tally
         try:
@@ -91,10 +91,10 @@ async def open_arena(
         Cluster(directory, options) as cluster,
         Meters(lambda: [member.state for member in cluster.members()]) as meters,
     ):
-        standing, trouble = await at_rest(cluster)
+        found, trouble = await at_rest(cluster)
         if trouble:
             raise AssertionError(f"the graph does not come to rest: {trouble}")
-        free = max(free for free, _ in standing.free.values())
+        free = max(found.values())
         names = ", ".join(member.name for member in cluster.members())
         say(f"ready: {names}; {free} blocks are free in each engine")
         yield Arena(cluster, meters, *known, free, say)
@@ -103,14 +103,14 @@ async def open_arena(
         raise AssertionError("; ".join(cluster.unclean))
 
 
-def children(besides: Iterable[int] = ()) -> set[int]:
-    """The processes below this one, without `besides`."""
-    return set(descendants_of(os.getpid())) - set(besides)
+def children() -> set[int]:
+    """The processes below this one."""
+    return set(descendants_of(os.getpid()))
 
 
-async def left(had: set[int], besides: Iterable[int] = ()) -> list[str]:
+async def left(had: set[int]) -> list[str]:
     """The processes that are there besides `had`. Those that are just ending are waited for."""
     deadline = time.monotonic() + _END_S
-    while (more := children(besides) - had) and time.monotonic() < deadline:
+    while (more := children() - had) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return [f"process {pid} is left" for pid in sorted(more)]

@@ -50,33 +50,26 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Broken(Exception):
-    """The connection ended before the answer did. begun: after its head."""
-
-    def __init__(self, text: str, *, begun: bool):
-        super().__init__(text)
-        self.kind, self.begun = "broken connection", begun
-
-
 class Failed(Exception):
-    """An error instead of an answer, or in the middle of one (begun). kind: for counting."""
+    """An error instead of an answer or in the middle of one, or its connection has broken. kind:
+    for counting."""
 
-    def __init__(self, kind: str, text: str, *, begun: bool):
+    def __init__(self, kind: str, text: str):
         super().__init__(f"{kind}: {text}")
-        self.kind, self.begun = kind, begun
+        self.kind = kind
 
 
 async def ask(
     port: int, body: dict[str, Any], host: str = "127.0.0.1", api_key: str = ""
 ) -> Answer:
-    """Raises Refused, Broken, Failed, or TimeoutError after PATIENCE_S.
+    """Raises Refused, Failed, or TimeoutError after PATIENCE_S.
 
     Cancelling it closes the connection at once, as a client that has left.
     """
     headers = {"X-Request-Timeout": f"{_TIMEOUT_HEADER_S}"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    url, sent, begun = f"http://{host}:{port}/v1/completions", time.monotonic(), False
+    url, sent = f"http://{host}:{port}/v1/completions", time.monotonic()
     async with (
         asyncio.timeout(PATIENCE_S),
         aiohttp.ClientSession(
@@ -85,12 +78,11 @@ async def ask(
     ):
         try:
             async with http.post(url, json=body, headers=headers) as reply:
-                begun = True
                 return await _receive(reply, body["stream"], sent)
         except aiohttp.ClientConnectorError as exc:
             raise Refused("connect", 0.5, str(exc)) from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise Broken(repr(exc), begun=begun) from exc
+            raise Failed("broken connection", repr(exc)) from exc
 
 
 async def _receive(reply: aiohttp.ClientResponse, streamed: bool, sent: float) -> Answer:
@@ -99,7 +91,7 @@ async def _receive(reply: aiohttp.ClientResponse, streamed: bool, sent: float) -
         if reply.status in (429, 503) and "Retry-After" in reply.headers:
             after_s = float(reply.headers["Retry-After"])
             raise Refused(str(reply.status), after_s, text[:300])
-        raise Failed(str(reply.status), text[:500], begun=False)
+        raise Failed(str(reply.status), text[:500])
     answer, done = Answer(), False
     if not streamed:
         _take(answer, json.loads(await reply.read()))
@@ -115,11 +107,11 @@ async def _receive(reply: aiohttp.ClientResponse, streamed: bool, sent: float) -
         if "error" in message:
             error = message["error"]
             code = error.get("code") if isinstance(error, dict) else ""
-            raise Failed(f"event {code}", str(error), begun=True)
+            raise Failed(f"event {code}", str(error))
         _take(answer, message)
         answer.arrivals.append(time.monotonic())
     if not done:
-        raise Broken("the stream ended early", begun=True)
+        raise Failed("broken connection", "the stream ended early")
     if answer.arrivals:
         answer.first_s = answer.arrivals[0] - sent
     return answer

@@ -8,6 +8,7 @@ one directory; nothing is left running when the context is left.
 import asyncio
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -126,7 +127,7 @@ class Cluster:
 
     async def _end_graph(self) -> None:
         try:
-            code = await asyncio.to_thread(self.graph.end)
+            code = await asyncio.to_thread(self.graph.end, signal.SIGINT)
         except AssertionError as exc:
             self.unclean.append(str(exc))
         else:

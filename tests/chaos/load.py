@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.client import PATIENCE_S, Answer, Broken, Failed, Refused, ask
+from tests.chaos.client import PATIENCE_S, Answer, Failed, Refused, ask
 from tests.chaos.questions import Question
 
 _MAX_EXAMPLES = 20
@@ -22,9 +22,8 @@ _FAMILY_EPOCH_S = 20.0
 _END_S = PATIENCE_S + 10
 _NEWS_S = 5.0
 
-#: Says why an attempt could not but break, or "". Takes since when it ran (`time.monotonic()`), and
-#: whether any of its answer had come.
-Excuse = Callable[[float, bool], str]
+#: Says why an attempt could not but break, or "". Takes since when it ran (`time.monotonic()`).
+Excuse = Callable[[float], str]
 
 
 async def pause(stop: asyncio.Event, seconds: float) -> None:
@@ -106,7 +105,7 @@ class Load:
         clients: int = 8,
         pause_s: float = 0.25,
         cancels: float = 0.15,
-        excuse: Excuse = lambda began, begun: "",
+        excuse: Excuse = lambda began: "",
         host: str = "127.0.0.1",
         api_key: str = "",
     ):
@@ -190,8 +189,8 @@ class Load:
                 else:
                     tally.cancelled += 1
                 return None
-            except (Broken, Failed) as exc:
-                if why := self._excuse(began, exc.begun):
+            except Failed as exc:
+                if why := self._excuse(began):
                     tally.excused[why] += 1
                     continue
                 self._lose(question, began, exc.kind, exc)

@@ -16,7 +16,8 @@ from dynamo_lite.serve.run_state import ProcessState
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 2.0
-_SAMPLE = re.compile(r"^(dynamo_lite_(?!kv_blocks)\w+_total)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+#: Without `dynamo_lite_` and `_total`.
+_SAMPLE = re.compile(r"^dynamo_lite_(?!kv_blocks)(\w+)_total(\{.*\})? (\S+)$", re.MULTILINE)
 
 
 class Meters:
@@ -61,16 +62,10 @@ class Meters:
     async def _ask(self, pid: int, url: str) -> None:
         with contextlib.suppress(httpx.HTTPError):
             text = (await self._http.get(f"{url}/metrics")).text
-            self._last[pid] = Counter(
-                {_name(name, labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
-            )
+            found = _SAMPLE.findall(text)
+            self._last[pid] = Counter({f"{n}{labels}": float(value) for n, labels, value in found})
 
 
 def total(counts: Counter[str], name: str) -> int:
-    """Sum over all labels. name: without `dynamo_lite_` and `_total`."""
+    """Sum over all labels."""
     return int(sum(n for sample, n in counts.items() if sample.partition("{")[0] == name))
-
-
-def _name(name: str, labels: str) -> str:
-    short = name.removeprefix("dynamo_lite_").removesuffix("_total")
-    return f"{short}{{{labels}}}" if labels else short

@@ -21,7 +21,6 @@ _FAMILIES = {"": 0, "small": 96, "large": 640}
 
 #: Of the plain server's requests.
 _AT_A_TIME = 4
-_READY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,5 @@ async def right_answers(
 ) -> Known:
     """What one plain engine answers that is configured as `graph`'s."""
     say(f"{len(asked)} questions to a plain vLLM server")
-    server = PlainServer(directory / "plain", graph)
-    server.start()
-    try:
-        await asyncio.to_thread(server.wait_until, server.is_ready, _READY_S)
-        return asked, await answers(server.url, asked)
-    finally:
-        await asyncio.to_thread(server.end)
+    with PlainServer(directory / "plain", graph) as server:
+        return asked, await answers(await asyncio.to_thread(lambda: server.url), asked)

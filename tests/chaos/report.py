@@ -26,8 +26,6 @@ class Report:
     left: list[str] = field(default_factory=list[str])
     facts: dict[str, str] = field(default_factory=dict[str, str])
     refusals_allowed: bool = True
-    #: Of a graph with workers, and not of stock engines.
-    of_a_graph: bool = True
 
     def meter(self, counts: Counter[str]) -> None:
         """counts: what the processes have counted meanwhile."""
@@ -77,20 +75,15 @@ class Report:
             ("cancelled by clients", str(tally.cancelled)),
             ("refused, asked again", _counts(tally.refused)),
             ("excused, asked again", _counts(tally.excused)),
-            *(self._rows_of_a_graph() if self.of_a_graph else ()),
-            ("longest wait: first token", _wait(tally.first_token)),
-            ("longest wait: next token", _wait(tally.between_tokens)),
-            *self.facts.items(),
-        ]
-
-    def _rows_of_a_graph(self) -> list[tuple[str, str]]:
-        return [
             ("moved to another worker", str(self.moved)),
             ("remote prefills", _counts(Counter(self.remote_prefills))),
             (
                 "zombie writes refused",
                 f"{self.stopped_writes} stopped, {self.late_notices} late notices",
             ),
+            ("longest wait: first token", _wait(tally.first_token)),
+            ("longest wait: next token", _wait(tally.between_tokens)),
+            *self.facts.items(),
         ]
 
 

@@ -9,10 +9,10 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from dynamo_lite.protocol.errors import DynamoLiteError
-from tests.chaos.arena import Arena, Say
+from dynamo_lite.runtime.tasks import running
+from tests.chaos.arena import Arena
 from tests.chaos.blows import (
     ETCD,
     NATS,
@@ -172,31 +172,6 @@ def _due(lane: Lane, blows: Blows) -> Kind:
     return min(lane.kinds, key=behind)
 
 
-class Raging(Protocol):
-    """A storm that goes on until `stop`, and then ends what it has begun."""
-
-    async def rage(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-async def rage(plan: Raging, minutes: float, stop: asyncio.Event, say: Say) -> None:
-    """For a while, or until `stop` is set."""
-    raging = asyncio.create_task(plan.rage(), name="storm")
-    stopping = asyncio.create_task(stop.wait(), name="until stopped")
-    try:
-        await asyncio.wait(
-            {raging, stopping}, timeout=60 * minutes, return_when=asyncio.FIRST_COMPLETED
-        )
-        say("nothing new is broken; waiting for what still is")
-        plan.stop()
-        await raging
-    finally:
-        stopping.cancel()
-        raging.cancel()
-        await asyncio.gather(raging, stopping, return_exceptions=True)
-
-
 async def storm(
     stage: Arena, minutes: float, seed: int, clients: int, stop: asyncio.Event
 ) -> Report:
@@ -205,7 +180,11 @@ async def storm(
     plan = Storm(stage.cluster, seed=seed, say=stage.say)
 
     async def body(_: Load) -> None:
-        await rage(plan, minutes, stop, stage.say)
+        async with running(plan.rage(), name="storm") as raging:
+            await pause(stop, 60 * minutes)
+            stage.say("nothing new is broken; waiting for what still is")
+            plan.stop()
+            await raging
 
     await stage.run(report, body, clients=clients)
     report.blows, report.trouble = plan.counts, plan.trouble + report.trouble

@@ -14,7 +14,8 @@ from dynamo_lite.serve.embedded import program
 from tests.conftest import running
 from tests.deploy.command_lines import DEPLOY
 from tests.deploy.containers import Container, ShippedEtcd, ShippedNats, free_ports, make_secrets
-from tests.process.command import VLLM_PATIENCE_S, run
+from tests.process.command import run
+from tests.started import VLLM_PATIENCE_S
 
 #: The services of compose that are members of the graph, and the operator.
 COMPONENTS = {

@@ -23,7 +23,8 @@ from tests.deploy.containers import (
 )
 from tests.deploy.kustomize import Resource, build
 from tests.ports import reserved_port
-from tests.process.command import VLLM_PATIENCE_S, run
+from tests.process.command import run
+from tests.started import VLLM_PATIENCE_S
 
 KUBERNETES = DEPLOY / "kubernetes"
 _MEMBERS = range(3)

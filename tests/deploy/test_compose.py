@@ -65,47 +65,6 @@ def test_a_container_starts_its_service_and_is_stopped_in_time(
     assert (DEPLOY / container["build"]["context"] / container["build"]["dockerfile"]).is_file()
 
 
-def test_the_published_port_is_the_frontend_s(compose: dict[str, Any]) -> None:
-    port = command_of(compose, "frontend").service.options["port"]
-    assert compose["services"]["frontend"]["ports"] == [f"127.0.0.1:8000:{port}"]
-
-
-@pytest.mark.parametrize("name", [*SERVICES, "nats", "etcd", "etcd-users", "operator"])
-def test_containers_can_do_no_more_than_they_must(compose: dict[str, Any], name: str) -> None:
-    container = compose["services"][name]
-    assert container["read_only"] is True
-    assert container["cap_drop"] == ["ALL"]
-    assert container["security_opt"] == ["no-new-privileges:true"]
-    assert "healthcheck" in container
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_what_an_engine_compiles_can_be_loaded(compose: dict[str, Any], name: str) -> None:
-    mounts = dict(mount.split(":") for mount in compose["services"][name]["tmpfs"])
-    assert set(mounts) == {"/tmp", "/var/lib/dynamo-lite"}
-    assert all("exec" in options.split(",") for options in mounts.values())
-
-
-def test_the_services_use_the_servers_of_the_file(compose: dict[str, Any]) -> None:
-    services = compose["services"]
-    for name in (*SERVICES, "operator"):
-        urls = [url for url in services[name]["environment"].values() if "://" in url]
-        schemes = {url.partition("://")[0] for url in urls}
-        hosts = {url.partition("://")[2].partition(":")[0] for url in urls}
-        assert (schemes, hosts) == ({"tls", "https"}, {"nats", "etcd"})
-    for name in SERVICES:
-        assert services[name]["depends_on"] == {
-            "nats": {"condition": "service_healthy"},
-            "etcd-users": {"condition": "service_completed_successfully"},
-        }
-    assert services["etcd-users"]["depends_on"] == {"etcd": {"condition": "service_healthy"}}
-
-
-def test_only_the_http_port_is_published(compose: dict[str, Any]) -> None:
-    published = {name for name, one in compose["services"].items() if "ports" in one}
-    assert published == {"frontend"}
-
-
 def test_the_example_graph_of_kubernetes_is_the_same_but_for_the_queue() -> None:
     other = read_document(DEPLOY / "kubernetes" / "overlays" / "cpu" / "graph.yaml", []).tree
     ours = read_document(DEPLOY / "graph.yaml", []).tree

@@ -4,10 +4,9 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-from tests.deploy.command_lines import DEPLOY, ROOT
+from tests.deploy.command_lines import DEPLOY
 from tests.deploy.kustomize import build
 from tests.process import wheels
 
@@ -26,24 +25,10 @@ def runs(containing: str) -> list[str]:
     return [rest for name, rest in instructions() if name == "RUN" and containing in rest]
 
 
-def project() -> dict[str, object]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
 def test_hadolint_finds_nothing() -> None:
     program = Path(sys.executable).parent / "hadolint"
     checked = subprocess.run([str(program), str(DOCKERFILE)], capture_output=True, text=True)
     assert (checked.returncode, checked.stdout) == (0, "")
-
-
-def test_each_target_installs_the_wheel_with_its_extra() -> None:
-    installed = [re.findall(r"\[(\w+)\]", run) for run in runs("pip install")]
-    extras = [extra for found in installed for extra in found]
-    assert extras == ["cpu", "cuda"]
-    optional = project()["optional-dependencies"]
-    assert isinstance(optional, dict) and set(extras) <= set(optional)
-    targets = [rest.split(" AS ")[1] for name, rest in instructions() if name == "FROM"]
-    assert targets[-1] == "cpu" and "cuda" in targets
 
 
 def test_the_wheel_is_built_from_what_the_packaging_test_builds() -> None:

@@ -2,7 +2,6 @@
 
 import configparser
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_lite.runtime.certificates import Certificates
 from tests.deploy.command_lines import DEPLOY, ROOT, Served, served
-from tests.deploy.containers import make_secrets
 
 UNITS = DEPLOY / "systemd"
 PROGRAM = "/opt/dynamo-lite/bin/dynamo-lite"
@@ -75,24 +72,3 @@ def test_a_unit_starts_what_it_says_and_is_stopped_in_time(name: str, instance: 
     assert section["KillMode"] == "mixed"
     assert section["WorkingDirectory"] == f"/var/lib/{section['StateDirectory']}"
     assert section["Environment"] == f"HOME={section['WorkingDirectory']}"
-
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_secrets(tmp_path_factory.mktemp("secrets"))
-
-
-@pytest.mark.parametrize("instance", SERVICES)
-def test_a_service_has_its_own_users_of_nats_and_etcd(instance: str, secrets: Path) -> None:
-    command = command_of(NAMES[1], instance)
-    options = command.options
-    urls = {name: options[name] for name in ("nats_url", "etcd_url")}
-    assert urls["nats_url"].startswith("tls://127.0.0.1:4222?")
-    assert urls["etcd_url"].startswith("https://127.0.0.1:2379?")
-    assert urls["nats_url"].endswith(f"&inbox=_INBOX_dynamo-{instance}")
-    files = re.findall(r"/etc/dynamo-lite/([^&]+)", " ".join(urls.values()))
-    own = f"dynamo-lite-{instance}"
-    assert files == [f"{own}/nats-login", f"{own}/etcd-login"]
-    assert command.config.shared.certificates == f"/etc/dynamo-lite/{own}"
-    assert all((secrets / file).is_file() for file in files)
-    Certificates(secrets / own, "dynamo", instance)

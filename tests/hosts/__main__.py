@@ -6,29 +6,22 @@ import signal
 import sys
 import tempfile
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.questions import right_answers
-from tests.hosts.kv import Kv, questions
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
-from tests.hosts.rig import NULL, VLLM, VLLM_CONFIG, Rig, same_clocks
-from tests.hosts.scenarios import KV_SCENARIOS, SCENARIOS, play_all
+from tests.hosts.rig import Rig, same_clocks
+from tests.hosts.scenarios import SCENARIOS, play_all
 
 
-async def run(wanted: list[str], directory: Path, *, engines: bool) -> int:
+async def run(wanted: list[str], directory: Path) -> int:
     """Returns how many scenarios failed."""
-    known = told_questions()
-    if engines:
-        known = await right_answers(directory, questions(), (VLLM.graph, VLLM_CONFIG), _say)
-    async with AsyncExitStack() as stack:
-        rig = await stack.enter_async_context(Rig(directory, VLLM if engines else NULL))
-        kv = await stack.enter_async_context(Kv(rig)) if engines else None
+    async with Rig(directory) as rig:
         _say(f"the hosts are up; logs in {directory}")
-        scenarios = KV_SCENARIOS if engines else SCENARIOS
-        return await play_all(rig, {name: scenarios[name] for name in wanted}, known, _say, kv)
+        return await play_all(
+            rig, {name: SCENARIOS[name] for name in wanted}, told_questions(), _say
+        )
 
 
 async def _until_told(running: Coroutine[Any, Any, int]) -> int:
@@ -49,35 +42,26 @@ def main() -> int:
         "machine, while requests and jobs run: three NATS servers, three etcd members, two "
         "Frontends and two decode workers with engines that compute nothing. Needs root. Exit code "
         "0: every answer was right and no job was lost; 1: not; 2: it cannot run here.",
-        epilog=f"Scenarios: {', '.join(SCENARIOS)}. With --engines: {', '.join(KV_SCENARIOS)}.",
+        epilog=f"Scenarios: {', '.join(SCENARIOS)}.",
     )
     parser.add_argument(
         "--scenario", action="append", metavar="NAME", help="one of those below; default: all"
-    )
-    parser.add_argument(
-        "--engines",
-        action="store_true",
-        help="instead: two Frontends, two decode and two prefill workers with vLLM and the tiny"
-        " model on the CPU, KV over TCP between the hosts; answers are compared with"
-        " those of one plain vLLM server; also: every block comes back. About 35 minutes; 8 GiB",
     )
     parser.add_argument("--directory", type=Path, help="keeps logs and state here")
     options = parser.parse_args()
     if why := unavailable():
         print(f"error: {why}", file=sys.stderr)
         return 2
-    known = list(KV_SCENARIOS if options.engines else SCENARIOS)
-    wanted = options.scenario or known
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(known)}")
+    wanted = options.scenario or list(SCENARIOS)
+    if unknown := [name for name in wanted if name not in SCENARIOS]:
+        parser.error(f"--scenario {unknown[0]}: unknown; known: {', '.join(SCENARIOS)}")
     if why := same_clocks():
         print(f"note: {why}; they are the same here", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         directory = options.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        playing = run(wanted, directory, engines=options.engines)
         try:
-            failed = asyncio.run(_until_told(playing))
+            failed = asyncio.run(_until_told(run(wanted, directory)))
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
     return 1 if failed else 0

@@ -19,7 +19,7 @@ from tests.chaos.load import Load
 from tests.chaos.questions import Known, Question
 from tests.hosts.program import Program
 from tests.hosts.rig import API_KEY, HTTP_PORT
-from tests.process.roles_graph import told
+from tests.process.null_graph import told
 from tests.vllm.asking import prompt_ids
 
 _PAUSE_S = 0.05

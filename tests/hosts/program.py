@@ -10,12 +10,10 @@ from pathlib import Path
 
 from tests.builders import eventually
 from tests.hosts.network import Host
-from tests.process.command import ROOT
+from tests.started import ROOT
 
 _READY_S = 400.0
 _ENDED_S = 60.0
-
-_ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "TORCH_COMPILE_DISABLE": "1"}
 
 
 @dataclass(eq=False)
@@ -29,7 +27,6 @@ class Program:
     url: str = ""
     #: What its output has when it is ready; empty: nothing.
     ready_line: str = ""
-    #: Besides what all have.
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     _process: "subprocess.Popen[bytes] | None" = None
     _seen: int = 0
@@ -40,8 +37,7 @@ class Program:
 
     def start(self) -> None:
         self._seen = self.log.stat().st_size if self.log.exists() else 0
-        env = {**_ENVIRONMENT, **self.env}
-        self._process = self.host.start(self.command, self.log, env=env, cwd=ROOT)
+        self._process = self.host.start(self.command, self.log, env=dict(self.env), cwd=ROOT)
 
     async def ready(self) -> None:
         """Raises AssertionError when it has ended instead."""

@@ -18,7 +18,7 @@ from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve import embedded
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.run_state import ProcessState, RunState, read_run, write_private
+from dynamo_lite.serve.run_state import read_run, write_private
 from tests.builders import eventually
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
 from tests.external import Certificates
@@ -39,33 +39,14 @@ _READY_S = 400.0
 _LOOK_S = 0.5
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What runs on the hosts. options: of every command. services: how many hosts of each."""
-
-    graph: str
-    options: tuple[str, ...]
-    services: dict[str, int]
-
-
-NULL = Kind(
-    graph="tests.process.roles_graph:Served",
-    options=(
-        *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
-        # Longer than the longest answer: a Frontend that ends breaks none.
-        "--Graph.grace-s=20",
-    ),
-    services={"Frontend": 2, "VllmWorker": 2},
+#: How many hosts there are of each. The workers' engines compute nothing.
+SERVICES = {"Frontend": 2, "VllmWorker": 2}
+_GRAPH = "tests.process.roles_graph:Served"
+_OPTIONS = (
+    *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
+    # Longer than the longest answer: a Frontend that ends breaks none.
+    "--Graph.grace-s=20",
 )
-"""Decode workers whose engines compute nothing."""
-
-VLLM_CONFIG = "configs/chaos.yaml"
-VLLM = Kind(
-    graph="graphs.disagg:Frontend",
-    options=("-f", VLLM_CONFIG, "--Common.queue.replicas=3"),
-    services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
-)
-"""vLLM with the tiny model; KV goes over TCP from host to host."""
 
 
 def same_clocks() -> str:
@@ -98,7 +79,6 @@ class Rig:
     """Async context manager. log files and state are in `directory`."""
 
     directory: Path
-    kind: Kind
     nats: NatsCluster[Program] = field(init=False)
     etcd: EtcdCluster[Program] = field(init=False)
     #: By service.
@@ -109,7 +89,7 @@ class Rig:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self._reap)  # after the hosts have killed what runs there
-            needed = 2 * _SERVERS + sum(self.kind.services.values())
+            needed = 2 * _SERVERS + sum(SERVICES.values())
             made = stack.enter_context(hosts(needed))
             login = ("graph", secrets.token_hex(16))
             write_private(self.directory / "login", ":".join(login).encode())
@@ -121,9 +101,9 @@ class Rig:
                 server.start()
             await self.nats.formed()
             await self.etcd.healthy()
-            make_certificates(self.directory / "graph", NAMESPACE, self.kind.services)
+            make_certificates(self.directory / "graph", NAMESPACE, SERVICES)
             free = made[2 * _SERVERS :]
-            for service, number in self.kind.services.items():
+            for service, number in SERVICES.items():
                 self.services[service] = [
                     self._service(service, index, free.pop(0)) for index in range(number)
                 ]
@@ -169,10 +149,6 @@ class Rig:
         ports = dict(parse_address(stream) for stream in streams if stream)
         return [(worker, ports[worker.host.address]) for worker in self.services["VllmWorker"]]
 
-    async def revoke(self, lease_id: int) -> None:
-        async with EtcdStore(self.etcd.url) as store:
-            assert await store.revoke(lease_id)
-
     async def whole(self) -> None:
         """Returns when exactly the processes that run now are members: none is being restarted, and
         none of the dead is still there. Raises AssertionError if that takes too long."""
@@ -211,20 +187,11 @@ class Rig:
         """What changes when a process ends or a member leaves. Raises DynamoLiteError."""
         return self.restarts, await self.leases()
 
-    def _state(self, program: Program) -> RunState | None:
-        """What its supervisor says."""
-        service = program.name.rpartition("-")[0]
-        return read_run(self.directory / program.name / "lone" / f"{service}-0")
-
-    def processes(self, *programs: Program) -> list[ProcessState]:
-        """Those that the supervisors of these, or of all programs have."""
-        runs = [self._state(program) for program in programs or self.programs]
-        return [process for run in runs if run is not None for process in run.processes]
-
     def lease_of(self, program: Program) -> int:
         """Of its process; 0 if there is none, or it has none yet."""
-        leases = [process.lease for process in self.processes(program)]
-        return int(leases[0] or "0", 16) if leases else 0
+        service = program.name.rpartition("-")[0]
+        run = read_run(self.directory / program.name / "lone" / f"{service}-0")
+        return int(run.processes[0].lease or "0", 16) if run and run.processes else 0
 
     @contextmanager
     def unplugged(self, *vanished: Host) -> Iterator[None]:
@@ -307,11 +274,11 @@ class Rig:
         (state / "cache").symlink_to(CACHE.resolve())
         command = [
             *_own_clock(number),
-            *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", self.kind.graph),
+            *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", _GRAPH),
             *("--service-name", service, "--state-dir", str(state)),
             *("--nats-url", self.nats.url, "--etcd-url", self.etcd.url),
             *("--namespace", NAMESPACE, f"--Graph.certificates={self.directory / 'graph'}"),
-            *(f"--Graph.bind-host={host.address}", *self.kind.options),
+            *(f"--Graph.bind-host={host.address}", *_OPTIONS),
             f"--Graph.lease-ttl-s={LEASE_TTL_S}",
         ]
         if service == "Frontend":

@@ -11,7 +11,6 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.request_plane.framing import STALL_TIMEOUT_S
 from tests.builders import eventually
 from tests.chaos.questions import Known
-from tests.hosts.kv import Kv
 from tests.hosts.load import Clients, Jobs
 from tests.hosts.network import Host
 from tests.hosts.rig import HTTP_PORT, LEASE_TTL_S, Rig
@@ -31,11 +30,10 @@ _QUEUE = names.prefill_stream("jobs")
 
 @dataclass
 class Stage:
-    """A rig under load. clients: of each Frontend. kv: of engines that compute."""
+    """A rig under load. clients: of each Frontend."""
 
     rig: Rig
     clients: list[Clients]
-    kv: Kv | None = None
 
     async def goes_on(self, *without: Clients) -> None:
         """All clients but `without` have answers, and no client waits for what is broken."""
@@ -53,53 +51,45 @@ class Stage:
             raise AssertionError(f"not {_SOME} more answers: {before}, now {now}") from exc
 
     async def in_order(self) -> None:
-        """Every process is a member, all clients have answers, and every decode engine has KV from
-        prefill workers."""
+        """Every process is a member, and all clients have answers."""
         await self.rig.whole()
         await self.goes_on()
-        if self.kv is not None:
-            await self.kv.prefilled_remotely()
 
 
 Scenario = Callable[[Stage], Awaitable[None]]
 Cut = Callable[[Rig], AbstractContextManager[None]]
 
 
-def _until_gone(service: str, cut: Cut, *, number: int = 1, remote: bool = False) -> Scenario:
-    """Until the leases of the first `number` workers have ended in etcd, and the processes, each by
-    its own clock, have noticed it: they end, and new ones join when they can. remote: prefill
-    workers are left for every decode engine."""
+def _until_gone(cut: Cut) -> Scenario:
+    """Until the lease of the first decode worker has ended in etcd, and the process, by its own
+    clock, has noticed it: it ends, and a new one joins when it can."""
 
     async def play(stage: Stage) -> None:
-        rig, before = stage.rig, stage.rig.restarts
-        workers = rig.services[service][:number]
-        lost = {rig.lease_of(one) for one in workers}
+        rig, worker = stage.rig, stage.rig.services["VllmWorker"][0]
+        lost, before = rig.lease_of(worker), worker.restarts
 
         async def gone() -> bool:
             await asyncio.sleep(_LOOK_S)
-            ended = all(one.restarts > before[one.name] for one in workers)
-            return ended and not lost & await rig.leases()
+            return worker.restarts > before and lost not in await rig.leases()
 
         with cut(rig):
             try:
                 await eventually(gone, _AGAIN_S)
             except TimeoutError as exc:
-                raise AssertionError(f"workers still have their leases: {lost}") from exc
-            if remote and stage.kv is not None:
-                await stage.kv.prefilled_remotely()
+                raise AssertionError(f"a worker still has its lease: {lost:x}") from exc
             await stage.goes_on()
 
     return play
 
 
-def _outlasted(cut: Cut, for_s: float = _LONG_S) -> Scenario:
+def _outlasted(cut: Cut) -> Scenario:
     """Longer than a lease, where no lease ends and no process: those who are parted are only silent
     to each other."""
 
     async def play(stage: Stage) -> None:
         before = await stage.rig.standing()
         with cut(stage.rig):
-            await asyncio.sleep(for_s)
+            await asyncio.sleep(_LONG_S)
             await stage.goes_on()
         await stage.in_order()
         assert await stage.rig.standing() == before
@@ -165,33 +155,13 @@ async def _rolling_restart(stage: Stage) -> None:
         await stage.goes_on()
 
 
-async def _revoked_while_cut_off(stage: Stage) -> None:
-    """The lease of a prefill worker is revoked long before its end, and it is back soon
-    after that."""
-    assert stage.kv is not None
-    victim, before = stage.rig.services["PrefillWorker"][0], stage.rig.restarts
-    lease = stage.rig.lease_of(victim)
-    with stage.rig.unplugged(victim.host):
-        await stage.rig.revoke(lease)
-        await asyncio.gather(asyncio.sleep(_LONG_S), stage.kv.prefilled_remotely())
-    await eventually(lambda: victim.restarts > before[victim.name], _AGAIN_S)
-
-
-def _decode(rig: Rig) -> list[Host]:
-    return [one.host for one in rig.services["VllmWorker"]]
-
-
-def _prefill(rig: Rig) -> list[Host]:
-    return [one.host for one in rig.services["PrefillWorker"]]
-
-
 def _frontends(rig: Rig) -> list[Host]:
     return [one.host for one in rig.services["Frontend"]]
 
 
 def _worker(rig: Rig) -> list[Host]:
     """One of the decode workers."""
-    return _decode(rig)[:1]
+    return [rig.services["VllmWorker"][0].host]
 
 
 _FROM_SERVERS: tuple[Cut, ...] = (
@@ -201,16 +171,14 @@ _FROM_SERVERS: tuple[Cut, ...] = (
 )
 
 SCENARIOS: dict[str, Scenario] = {
-    "worker-host-vanishes": _until_gone("VllmWorker", lambda rig: rig.unplugged(*_worker(rig))),
+    "worker-host-vanishes": _until_gone(lambda rig: rig.unplugged(*_worker(rig))),
     "frontend-host-vanishes": _frontend_host_vanishes,
-    "worker-parted-from-servers": _until_gone("VllmWorker", _FROM_SERVERS[0]),
+    "worker-parted-from-servers": _until_gone(_FROM_SERVERS[0]),
     # What it sends arrives, so the servers still see its refreshes; the answers are lost.
-    "worker-hears-no-server": _until_gone("VllmWorker", _FROM_SERVERS[1]),
-    "worker-reaches-no-server": _until_gone("VllmWorker", _FROM_SERVERS[2]),
+    "worker-hears-no-server": _until_gone(_FROM_SERVERS[1]),
+    "worker-reaches-no-server": _until_gone(_FROM_SERVERS[2]),
     # NATS still carries its heartbeats.
-    "worker-parted-from-etcd": _until_gone(
-        "VllmWorker", lambda rig: rig.parted(_worker(rig), rig.etcd_hosts)
-    ),
+    "worker-parted-from-etcd": _until_gone(lambda rig: rig.parted(_worker(rig), rig.etcd_hosts)),
     "worker-parted-from-nats": _outlasted(lambda rig: rig.parted(_worker(rig), rig.nats_hosts)),
     "worker-parted-from-frontends": _outlasted(
         lambda rig: rig.parted(_worker(rig), _frontends(rig))
@@ -222,41 +190,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def _prefill_lost(cut: Cut) -> Scenario:
-    """One prefill worker; the other one goes on."""
-    return _until_gone("PrefillWorker", cut, remote=True)
-
-
-#: With engines that compute, and prefill workers.
-KV_SCENARIOS: dict[str, Scenario] = {
-    "one-decode-parted-from-one-prefill": _outlasted(
-        lambda rig: rig.parted(_decode(rig)[:1], _prefill(rig)[:1])
-    ),
-    "decode-parted-from-prefill": _outlasted(lambda rig: rig.parted(_decode(rig), _prefill(rig))),
-    "decode-hears-no-prefill": _outlasted(lambda rig: rig.deaf(_decode(rig), _prefill(rig))),
-    "prefill-hears-no-decode-for-long": _outlasted(
-        lambda rig: rig.deaf(_prefill(rig), _decode(rig)), 2 * _LONG_S
-    ),
-    "prefill-parted-from-servers": _until_gone(
-        "PrefillWorker", lambda rig: rig.parted(_prefill(rig), rig.server_hosts), number=2
-    ),
-    "decode-parted-from-servers": _until_gone("VllmWorker", _FROM_SERVERS[0]),
-    "prefill-hears-no-server": _prefill_lost(
-        lambda rig: rig.deaf(_prefill(rig)[:1], rig.server_hosts)
-    ),
-    "workers-parted-from-nats": _outlasted(
-        lambda rig: rig.parted([*_worker(rig), *_prefill(rig)[:1]], rig.nats_hosts)
-    ),
-    "prefill-host-vanishes": _prefill_lost(lambda rig: rig.unplugged(*_prefill(rig)[:1])),
-    "prefill-host-vanishes-and-is-revoked": _revoked_while_cut_off,
-    "decode-host-vanishes": _until_gone("VllmWorker", lambda rig: rig.unplugged(*_worker(rig))),
-    "rolling-restart": _rolling_restart,
-}
-
-
-async def play(
-    rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None], kv: Kv | None = None
-) -> list[str]:
+async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None]) -> list[str]:
     """Runs it under load. What went wrong; empty if nothing did. say: gets what was asked."""
     clients = [Clients(one, known) for one in rig.services["Frontend"]]
     trouble: list[str] = []
@@ -266,7 +200,7 @@ async def play(
             jobs = await stack.enter_async_context(Jobs(rig.nats.url))
             for one in clients:
                 await stack.enter_async_context(one)
-            stage = Stage(rig, clients, kv)
+            stage = Stage(rig, clients)
             await stage.goes_on()
             await scenario(stage)
             await stage.in_order()
@@ -277,9 +211,6 @@ async def play(
         say(f"{sum(one.right for one in clients)} answers, {jobs}")
         if not jobs.pushed:
             trouble.append("no job was pushed")
-        if kv is not None:
-            say(await kv.at_rest())
-            trouble += kv.trouble()
     except (AssertionError, TimeoutError, DynamoLiteError) as exc:
         trouble.append(repr(exc))
     return trouble + [problem for one in clients for problem in one.trouble()]
@@ -290,13 +221,12 @@ async def play_all(
     scenarios: Mapping[str, Scenario],
     known: Known,
     say: Callable[[str], None],
-    kv: Kv | None = None,
 ) -> int:
     """Returns how many scenarios failed."""
     failed = 0
     for name, scenario in scenarios.items():
         began, said = time.monotonic(), list[str]()
-        trouble = await play(rig, scenario, known, said.append, kv)
+        trouble = await play(rig, scenario, known, said.append)
         failed += bool(trouble)
         verdict = "; ".join(trouble or ["right", *said])
         say(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}")

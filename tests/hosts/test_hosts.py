@@ -9,10 +9,10 @@ import pytest
 from tests.builders import eventually
 from tests.hosts.load import told_questions
 from tests.hosts.network import unavailable
-from tests.hosts.rig import NULL, Rig
+from tests.hosts.rig import Rig
 from tests.hosts.scenarios import SCENARIOS, play
 from tests.lacking import lacking
-from tests.process.command import ROOT
+from tests.started import ROOT
 
 _RUN = "from tests.hosts.network import hosts\nwith hosts(2): print('made', flush=True), input()"
 
@@ -25,7 +25,7 @@ async def test_a_worker_host_and_a_frontend_host_vanish(tmp_path: Path) -> None:
     if why := unavailable():
         lacking(why)
     known = told_questions()
-    async with Rig(tmp_path, NULL) as rig:
+    async with Rig(tmp_path) as rig:
         for name in ("worker-host-vanishes", "frontend-host-vanishes"):
             assert await play(rig, SCENARIOS[name], known, print) == []
 

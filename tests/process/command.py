@@ -4,40 +4,24 @@ import asyncio
 import io
 import json
 import os
-import queue
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from dynamo_lite.cli import cli
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SupervisorReply, SupervisorRequest
 from dynamo_lite.runtime.supervisor_client import order
+from tests.started import PATIENCE_S, ROOT, Started, eventually, group_members
 
 STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
-#: For what imports vLLM.
-VLLM_PATIENCE_S = 200.0
-
-T = TypeVar("T")
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and what these tests start would inherit it:
-    # an ignored Ctrl-C is none.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # As under nohup. A child ignores what its parent ignores, but not what its parent handles.
-    signal.signal(signal.SIGHUP, lambda *_: None)
+DYNAMO_LITE = (sys.executable, "-m", "dynamo_lite.cli.cli")
 
 
 def run(
@@ -45,12 +29,26 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end. env: the whole environment; None: ours."""
     return subprocess.run(
-        [sys.executable, "-m", "dynamo_lite.cli.cli", *arguments],
+        [*DYNAMO_LITE, *arguments],
         cwd=ROOT,
         env=env,
         capture_output=True,
         text=True,
         timeout=timeout_s,
+    )
+
+
+def revoke_lease(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`scripts/revoke_lease.py`, run to its end."""
+    return subprocess.run(
+        [sys.executable, "scripts/revoke_lease.py", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
 
 
@@ -82,68 +80,13 @@ def invoke(
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
-def eventually(condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
-    """Asks until `condition` is true and returns what it gave. Fails with its last answer."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} ({value!r})"
-        time.sleep(0.02)
+class Serving(Started):
+    """`dynamo-lite serve`, and its run.json."""
 
-
-def _stats() -> Iterator[tuple[int, list[str]]]:
-    """Process id, and state, parent, process group and more, of each process."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            yield int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()
-
-
-def group_members(group: int) -> list[int]:
-    """Process ids, zombies apart, of a process group."""
-    return [pid for pid, (state, _, own, *_) in _stats() if int(own) == group and state != "Z"]
-
-
-def children_of(parent: int) -> list[int]:
-    return [pid for pid, (_, its, *_) in _stats() if int(its) == parent]
-
-
-def descendants_of(pid: int) -> list[int]:
-    """Every process below `pid`, zombies apart."""
-    parents = {child: int(its) for child, (state, its, *_) in _stats() if state != "Z"}
-    found = [pid]
-    for parent in found:
-        found += [child for child, of in parents.items() if of == parent]
-    return found[1:]
-
-
-class Serving:
-    """A running `dynamo-lite serve`, its output line by line, and its run.json."""
-
-    def __init__(self, process: subprocess.Popen[str], state_dir: Path):
-        self.process = process
+    def __init__(self, state_dir: Path, command: Sequence[str], **how: Any):
+        super().__init__(command, **how)
         self.state_dir = state_dir
-        self.output: list[str] = []
-        self.groups: set[int] = set()
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._readers = [
-            threading.Thread(target=self._read, args=(pipe,))
-            for pipe in (process.stdout, process.stderr)
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def wait_line(self, text: str, timeout_s: float = PATIENCE_S) -> str:
-        """The next line that contains `text`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {text!r} in: {''.join(self.output)}") from None
-            if text in line:
-                return line
+        self._groups: set[int] = set()
 
     def run_json(self) -> dict[str, Any]:
         return json.loads((self.state_dir / "run.json").read_text())
@@ -151,7 +94,7 @@ class Serving:
     def processes(self) -> dict[str, dict[str, Any]]:
         """Entries of run.json by name; remembers their process groups for the last check."""
         entries = {f"{p['service']}-{p['instance']}": p for p in self.run_json()["processes"]}
-        self.groups |= {entry["pid"] for entry in entries.values() if entry["pid"]}
+        self._groups |= {entry["pid"] for entry in entries.values() if entry["pid"]}
         return entries
 
     def when(self, name: str, condition: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
@@ -163,26 +106,9 @@ class Serving:
 
         return eventually(look, f"{name} of {self.state_dir}/run.json")
 
-    def signal(self, sig: int) -> None:
-        self.process.send_signal(sig)
-
-    def end(self, sig: int | None = None) -> int:
-        """Waits for the end, after this signal, and returns the exit code."""
-        if sig is not None:
-            self.signal(sig)
-        code = self.process.wait(timeout=PATIENCE_S)
-        for reader in self._readers:
-            reader.join()
-        return code
-
-    def nothing_left(self) -> bool:
-        return not any(group_members(group) for group in self.groups)
-
-    def _read(self, pipe: Any) -> None:
-        with pipe:
-            for line in pipe:
-                self.output.append(line)
-                self._lines.put(line)
+    def left(self) -> list[int]:
+        members = [pid for group in self._groups for pid in group_members(group)]
+        return [*super().left(), *members]
 
 
 @contextmanager
@@ -190,41 +116,20 @@ def serving(
     state_dir: Path,
     *arguments: str,
     graph: str = STUB,
-    command: Sequence[str] = (sys.executable, "-m", "dynamo_lite.cli.cli"),
-    cwd: Path = ROOT,
-    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = DYNAMO_LITE,
     until: str = "",
+    **how: Any,
 ) -> Iterator[Serving]:
-    """Starts a graph; on the way out everything of it must be gone.
+    """A running graph.
 
-    command: another installation's `dynamo-lite`. env: the whole environment; None: ours.
-    until: waits for a line with this.
+    command: another installation's `dynamo-lite`. until: waits for a line with this. how: of
+    `Started`.
     """
-    process = subprocess.Popen(
-        [*command, "serve", graph, "--state-dir", str(state_dir), *arguments],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    running = Serving(process, state_dir)
-    try:
+    words = [*command, "serve", graph, "--state-dir", str(state_dir), *arguments]
+    with Serving(state_dir, words, **how) as running:
         if until:
             running.wait_line(until)
         yield running
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        running.end()
-        eventually(running.nothing_left, f"process groups {running.groups} are empty")
-    finally:
-        for group in (process.pid, *running.groups):
-            try:
-                os.killpg(group, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        running.end()
 
 
 def ask(graph: Serving, request: SupervisorRequest) -> SupervisorReply:

@@ -1,17 +1,26 @@
 """Runs `dynamo-lite join` beside a scripted engine, in a process of its own."""
 
 import asyncio
-import contextlib
-import subprocess
-import sys
-from collections.abc import Iterator
+import signal
 
-from tests.process.command import ROOT, Serving
+from tests.process.command import DYNAMO_LITE
 from tests.scripted import ScriptedEngine
+from tests.started import Started
 
 
-class Joining(Serving):
-    """A running `dynamo-lite join`."""
+class Joining(Started):
+    """place: options that say where etcd is."""
+
+    last_signal = signal.SIGKILL
+
+    def __init__(self, engine: ScriptedEngine, *place: str):
+        super().__init__(
+            [
+                *(*DYNAMO_LITE, "join", "--url", engine.url),
+                *("--role", engine.role, "--protocol", "nixl"),
+                *("--lease-ttl-s", "2", "--health-interval-s", "0.1", *place),
+            ]
+        )
 
     async def joined(self) -> dict[str, str]:
         """What it says once it has registered the engine."""
@@ -20,25 +29,3 @@ class Joining(Serving):
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.end)
-
-
-@contextlib.contextmanager
-def joining(engine: ScriptedEngine, *place: str) -> Iterator[Joining]:
-    """place: options that say where etcd is."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "dynamo_lite.cli.cli", "join", "--url", engine.url),
-            *("--role", engine.role, "--protocol", "nixl"),
-            *("--lease-ttl-s", "2", "--health-interval-s", "0.1", *place),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    running = Joining(process, ROOT)
-    try:
-        yield running
-    finally:
-        process.kill()
-        running.end()

@@ -6,7 +6,7 @@ dynamo-lite (`copy_to`).
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +25,15 @@ from tests.null_engine import NullEngine
 FIRST_TOKEN, LETTERS = 70, "bcdefghijklmnopqrstu"
 
 
-def answer(tokens: int) -> str:
-    """The text of an answer of this length, also when several workers gave parts of it."""
-    return "".join(LETTERS[position % len(LETTERS)] for position in range(tokens))
+def told(prompt: list[int], position: int) -> int:
+    """The token at a position of the answer to a prompt: a letter of the tiny model."""
+    return FIRST_TOKEN + (prompt[0] + position) % len(LETTERS)
 
 
-#: The token at a position of the answer to a prompt.
-TokenAt = Callable[[list[int], int], int]
+def is_answer(text: str, tokens: int) -> bool:
+    """Whether it is the text of an answer of this length, to any prompt."""
+    first = LETTERS.index(text[0])
+    return text == "".join(LETTERS[(first + position) % len(LETTERS)] for position in range(tokens))
 
 
 def copy_to(folder: Path) -> None:
@@ -48,8 +50,8 @@ class NullWorkerConfig(VllmWorkerConfig):
 
 
 class PacedEngine(NullEngine):
-    def __init__(self, step_s: float, token_at: TokenAt):
-        super().__init__(token_at=token_at)
+    def __init__(self, step_s: float):
+        super().__init__(token_at=told)
         self._step_s = step_s
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
@@ -63,26 +65,20 @@ class NullBackend(VllmBackend):
         super().__init__(spec)
         self._step_s = step_s
 
-    @staticmethod
-    def token_at(prompt: list[int], position: int) -> int:
-        return FIRST_TOKEN + position % len(LETTERS)
-
     async def prepare(self) -> None: ...
 
     def open_decode_engine(
         self, host: Host, config: VllmWorkerConfig
     ) -> AbstractAsyncContextManager[DecodeEngine]:
-        return PacedEngine(self._step_s, self.token_at)
+        return PacedEngine(self._step_s)
 
 
 class NullWorker(VllmWorker):
     """Component. config: the fields of `NullWorkerConfig`."""
 
-    backend = NullBackend
-
     def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
         own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, self.backend(spec, config["step_s"]))
+        super().__init__(own, spec, NullBackend(spec, config["step_s"]))
 
 
 _WORKER = Service(

@@ -12,21 +12,6 @@ from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
 from tests.process import null_graph
 
 
-def told(prompt: list[int], position: int) -> int:
-    """The token at a position of the answer to a prompt: a letter of the tiny model."""
-    return null_graph.FIRST_TOKEN + (prompt[0] + position) % len(null_graph.LETTERS)
-
-
-class PromptBackend(null_graph.NullBackend):
-    token_at = staticmethod(told)
-
-
-class PromptWorker(null_graph.NullWorker):
-    """Component. Its answers differ with their prompts."""
-
-    backend = PromptBackend
-
-
 @dataclass(frozen=True, kw_only=True)
 class StandInConfig:
     """facts: a folder with a JSON file for each number of a process: what it reports."""
@@ -55,12 +40,8 @@ class StandIn:
         return json.loads(self._file.read_text()) if self._file.exists() else {}
 
 
-_NULL = Service(
-    name="VllmWorker",
-    config=null_graph.NullWorkerConfig,
-    component=f"{__name__}:PromptWorker",
-    scalable=True,
-).with_defaults(remote_prefill=False)
+[_worker] = null_graph.Worker.services
+_NULL = replace(_worker, scalable=True)
 _STAND_IN = Service(
     name="PrefillWorker", config=StandInConfig, component=f"{__name__}:StandIn", scalable=True
 )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.process.command import ROOT
+from tests.started import ROOT
 
 #: `runtime` starts its systems one after the other, each with processes that import vLLM.
 _PATIENCE_S = 360.0

@@ -1,8 +1,6 @@
 """`dynamo-lite serve` and the certificates of its graph; `dynamo-lite access certs`."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -11,7 +9,7 @@ from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.serve.certificate_folder import make_certificates
 from tests.certificate_folders import expire, graph_folder
-from tests.process.command import ROOT, STUB, Serving, invoke, run, serving
+from tests.process.command import STUB, Serving, invoke, revoke_lease, run, serving
 
 EVERYWHERE = "--Graph.bind-host=0.0.0.0"
 
@@ -57,10 +55,7 @@ def test_commands_know_the_certificates_that_a_graph_has_made_or_are_told(tmp_pa
             "DYNAMO_LITE_ETCD_URL": graph.run_json()["etcd"],
             "DYNAMO_LITE_CERTIFICATES": str(folder),
         }
-        script = [sys.executable, "scripts/revoke_lease.py", "--state-dir", str(tmp_path / "none")]
-        shown = subprocess.run(
-            script, cwd=ROOT, env=os.environ | named, capture_output=True, text=True, timeout=60
-        )
+        shown = revoke_lease("--state-dir", str(tmp_path / "none"), env=os.environ | named)
         assert shown.stdout.count(" ready ") == 2, shown.stderr
         with serving(tmp_path, EVERYWHERE, "--service-name", "Back", until="ready"):
             assert listed("--state-dir", str(tmp_path)).count(" ready ") == 3

@@ -1,21 +1,12 @@
-"""`dynamo-lite config` and `explain` as a person runs them, on real servers."""
+"""`dynamo-lite config`, and bad input of `explain`, on real servers."""
 
-import asyncio
 import json
-import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.protocol import names
-from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from tests.builders import ManualClock
 from tests.process.command import invoke, run
-from tests.unit.decode_engine import Decode, prompt
 
 LENGTH, SIZE = "VllmWorker.max-local-prefill-length", "VllmWorker.max-prefill-queue-size"
 
@@ -87,50 +78,3 @@ def test_without_a_server_it_says_so(tmp_path: Path):
         assert result.stderr.startswith("error: no graph runs on ")
     result = invoke("config", "get", "--etcd-url", "http://127.0.0.1:1", "--namespace", "n")
     assert result.returncode == 1 and "cannot use etcd" in result.stderr
-
-
-@pytest.fixture
-async def engine(
-    place: tuple[str, ...], etcd_url: str, nats_url: str, namespace: str
-) -> AsyncIterator[DecisionLog]:
-    """A decode engine's decisions, at its subject; and another engine, which has died."""
-    log = Decode(ManualClock()).half
-    for name, tokens in (("0_cmpl-a-0-0a1b2c3d#1", 3), ("chatcmpl-b-0a1b2c3d#2", 3)):
-        log.num_new_matched_tokens(prompt(name, tokens), 0)
-        log.state_after_alloc(prompt(name, tokens), (), 0)
-
-    async def answer(payload: bytes) -> bytes:
-        return log.prefills.decisions.answer(payload)
-
-    async with (
-        EtcdStore(etcd_url) as store,
-        NatsMessaging(nats_url) as messaging,
-        messaging.serve(names.explain_subject(namespace, "e1"), answer),
-    ):
-        for engine_id in ("e1", "dead"):
-            await store.put(names.nixl_metadata_key(namespace, engine_id), b"")
-        yield log.prefills.decisions
-
-
-async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ...], nats_url: str):
-    async def explain(*words: str) -> subprocess.CompletedProcess[str]:
-        where = (*place, "--nats-url", nats_url)
-        return await asyncio.to_thread(invoke, "explain", *words, *where)
-
-    result = await explain("cmpl-a")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
-    assert "  verdict  local, short\n" in result.stdout
-    assert "dead does not respond" in result.stderr
-    [told] = json.loads((await explain("b", "--json")).stdout)
-    assert (told["request_id"], told["verdict"]) == ("chatcmpl-b-0a1b2c3d#2", "local")
-    listed = (await explain("--last", "20")).stdout.splitlines()
-    assert [line.split()[1] for line in listed] == [
-        "REQUEST",
-        "0_cmpl-a-0-0a1b2c3d#1",
-        "chatcmpl-b-0a1b2c3d#2",
-    ]
-    assert len((await explain("--last", "1")).stdout.splitlines()) == 2
-    unknown = await explain("cmpl-unknown")
-    assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "cmpl-unknown: none of 1 decode engines has a decision of it" in unknown.stderr

@@ -12,7 +12,8 @@ import pytest
 from tests.builders import eventually
 from tests.chaos.load import Load
 from tests.hosts.load import told_questions
-from tests.process.command import VLLM_PATIENCE_S, Serving, invoke, run, serving
+from tests.process.command import Serving, invoke, run, serving
+from tests.started import VLLM_PATIENCE_S
 
 PREFILLING = "tests.process.roles_graph:Prefilling"
 SERVED = "tests.process.roles_graph:Served"

@@ -3,8 +3,6 @@
 import os
 import re
 import stat
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
-from tests.process.command import ROOT, invoke, serving
+from tests.process.command import invoke, revoke_lease, serving
 
 pytestmark = pytest.mark.heavy
 
@@ -58,7 +56,7 @@ async def test_a_graph_on_external_servers(tmp_path: Path, urls: Urls) -> None:
         assert listing.returncode == 0, listing.stderr
         assert '"component"' in listing.stdout
         assert not shows_secrets(listing.stdout + listing.stderr)
-    assert not shows_secrets("".join(command.output))
+    assert not shows_secrets(command.output)
     for log in (state_dir / "logs").iterdir():
         assert not shows_secrets(log.read_text())
 
@@ -66,8 +64,7 @@ async def test_a_graph_on_external_servers(tmp_path: Path, urls: Urls) -> None:
 def test_the_script_takes_no_password_on_the_command_line(tmp_path: Path) -> None:
     state = ("--state-dir", str(tmp_path / "state"))
     url = "http://me:s3cret@127.0.0.1:1"
-    script = [sys.executable, "scripts/revoke_lease.py", *state, "--etcd-url", url]
-    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = revoke_lease(*state, "--etcd-url", url)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
     assert "?login=FILE" in line and "DYNAMO_LITE_ETCD_URL" in line

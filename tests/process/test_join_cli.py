@@ -3,17 +3,17 @@
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from dynamo_lite.protocol import names
 from tests.builders import eventually
 from tests.joining import Cluster
-from tests.process.command import PATIENCE_S, ROOT, run
-from tests.process.joining import joining
+from tests.process.command import revoke_lease, run
+from tests.process.joining import Joining
 from tests.servers import PrivateServer
+from tests.started import PATIENCE_S
 
 
 def at(c: Cluster, etcd: str = "") -> tuple[str, ...]:
@@ -24,7 +24,7 @@ async def test_the_usual_commands_show_it_and_a_revocation_drains_it(c: Cluster,
     engine = await c.engine("prefill")
     engine.load = (1, 0)
     place = at(c)
-    with joining(engine, *place) as process:
+    with Joining(engine, *place) as process:
         told = await process.joined()
         listed = await asyncio.to_thread(run, "ps", "--json", *place, "--state-dir", str(tmp_path))
         row = json.loads(listed.stdout)[0]
@@ -32,19 +32,13 @@ async def test_the_usual_commands_show_it_and_a_revocation_drains_it(c: Cluster,
             *("PrefillEngine", "http"),
             "ready",
         )
-        assert (row["lease"], row["pid"]) == (told["lease"], process.process.pid)
+        assert (row["lease"], row["pid"]) == (told["lease"], process.pid)
         shown = await asyncio.to_thread(run, "top", "--once", *place, "--state-dir", str(tmp_path))
         assert "PrefillEngine-0" in shown.stdout, shown
-        revoked = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "scripts/revoke_lease.py", told["lease"], *place],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        revoked = await asyncio.to_thread(revoke_lease, told["lease"], *place)
         assert f"revoked {told['lease']}" in revoked.stdout, revoked
         await c.gone("PrefillEngine")
-        assert process.process.poll() is None  # the engine has a request
+        assert process.exit_code is None  # the engine has a request
         engine.load = (0, 0)
         assert await process.ended() == 0
 
@@ -52,7 +46,7 @@ async def test_the_usual_commands_show_it_and_a_revocation_drains_it(c: Cluster,
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_drains_it(c: Cluster, kind: signal.Signals):
     engine = await c.engine("decode")
-    with joining(engine, *at(c)) as process:
+    with Joining(engine, *at(c)) as process:
         await process.joined()
         process.signal(kind)
         await c.gone("DecodeEngine")
@@ -62,7 +56,7 @@ async def test_a_signal_drains_it(c: Cluster, kind: signal.Signals):
 async def test_a_stop_while_it_waits_for_its_engine(c: Cluster):
     engine = await c.engine("decode")
     await engine.stop()
-    with joining(engine, *at(c)) as process:
+    with Joining(engine, *at(c)) as process:
         await asyncio.to_thread(process.wait_line, f"waiting for {engine.url}")
         process.signal(signal.SIGINT)
         assert await process.ended() == 0
@@ -71,10 +65,10 @@ async def test_a_stop_while_it_waits_for_its_engine(c: Cluster):
 async def test_when_it_is_killed_the_engine_leaves_after_the_ttl(c: Cluster):
     engine = await c.engine("decode")
     forwarder = await c.forwarder()
-    with joining(engine, *at(c)) as process:
+    with Joining(engine, *at(c)) as process:
         await process.joined()
         await c.counts(forwarder, 0, 1)
-        process.process.kill()
+        process.signal(signal.SIGKILL)
         health = await c.counts(forwarder, 0, 0)
         assert health["engines"] == {}
         assert await c.records() == {}
@@ -82,7 +76,7 @@ async def test_when_it_is_killed_the_engine_leaves_after_the_ttl(c: Cluster):
 
 async def test_a_lost_lease_is_followed_by_a_new_one(c: Cluster, etcd_server: PrivateServer):
     engine = await c.engine("decode")
-    with joining(engine, *at(c, etcd_server.url)) as process:
+    with Joining(engine, *at(c, etcd_server.url)) as process:
         first = await process.joined()
         await etcd_server.kill()
 
@@ -108,7 +102,7 @@ async def _answers(c: Cluster, url: str) -> bool:
 
 async def test_an_etcd_out_of_reach_at_the_start_is_an_error(c: Cluster):
     engine = await c.engine("decode")
-    with joining(engine, *at(c, "http://127.0.0.1:1")) as process:
+    with Joining(engine, *at(c, "http://127.0.0.1:1")) as process:
         assert await process.ended() == 1
 
 
@@ -144,6 +138,8 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     assert [line.split()[3] for line in listed.stdout.splitlines()] == [
         *("HOW", "disaggregated", "alone/n")
     ]
+    await c.store.put(names.nixl_metadata_key(c.namespace, "dead"), b"")
     unknown = await asyncio.to_thread(run, "explain", "cmpl-unknown", *where)
-    assert unknown.returncode == 1
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "dead does not respond" in unknown.stderr
     assert "none of 0 decode engines and 1 Forwarders has a decision of it" in unknown.stderr

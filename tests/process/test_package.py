@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from dynamo_lite import __version__
-from tests.process.command import ROOT, VLLM_PATIENCE_S, serving
-from tests.process.null_graph import answer, copy_to
+from tests.process.command import serving
+from tests.process.null_graph import copy_to, is_answer
 from tests.process.wheels import Installation, build, source
+from tests.started import ROOT, VLLM_PATIENCE_S
 
 pytestmark = pytest.mark.heavy
 
@@ -107,4 +108,4 @@ def test_it_serves_from_an_empty_folder_and_makes_the_demo_model(
             f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as reply:
-            assert json.load(reply)["choices"][0]["text"] == answer(12)
+            assert is_answer(json.load(reply)["choices"][0]["text"], 12)

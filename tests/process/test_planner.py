@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.command import Serving, eventually, run, serving
+from tests.process.command import Serving, run, serving
+from tests.started import eventually
 
 pytestmark = pytest.mark.heavy
 

@@ -15,7 +15,8 @@ from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Wa
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.supervisor_client import short_address
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, ask, eventually, invoke, run, serving, variable
+from tests.process.command import Serving, ask, invoke, run, serving, variable
+from tests.started import eventually
 
 
 def counts(graph: Serving) -> tuple[int, int, int]:
@@ -145,7 +146,7 @@ def test_a_run_json_that_cannot_be_written_costs_no_graph(tmp_path: Path):
         graph.wait_line("ready http")
         assert variable(graph.processes()["Back-0"]["pid"], "CUDA_VISIBLE_DEVICES") == "0"
         # The temporary file of run.json.
-        blocked = tmp_path / f".run.json.{graph.process.pid}"
+        blocked = tmp_path / f".run.json.{graph.pid}"
         blocked.mkdir()
         assert not want(graph, 2).error
         graph.wait_line("cannot write")
@@ -201,9 +202,8 @@ def test_orders_that_are_refused(tmp_path: Path):
             connection.sendall(b"x" * (70 << 10))
             assert answers.readline() == b""
         assert counts(graph) == (0, 1, 0)
-        graph.signal(signal.SIGKILL)
-        graph.process.wait()
         pids = [entry["pid"] for entry in graph.processes().values()]
+        graph.end(signal.SIGKILL)
         eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")
     with serving(tmp_path) as graph:
         # The socket that a killed supervisor has left is replaced.

@@ -17,24 +17,8 @@ from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
 from tests.builders import endpoint_record, register
-from tests.process.command import (
-    MODELLED,
-    ROOT,
-    STUB,
-    Serving,
-    children_of,
-    eventually,
-    invoke,
-    run,
-    serving,
-)
-
-
-def revoke_lease(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "revoke_lease.py"
-    return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=60
-    )
+from tests.process.command import MODELLED, STUB, Serving, invoke, revoke_lease, run, serving
+from tests.started import children_of, eventually
 
 
 def test_bad_input_names_every_mistake_and_starts_nothing(tmp_path: Path):
@@ -154,7 +138,7 @@ def test_a_second_graph_and_unknown_leases_are_refused(tmp_path: Path):
     with serving(tmp_path, until="ready http") as graph:
         port = graph.run_json()["http"].rpartition(":")[2]
         result = run("serve", STUB, f"--Front.port={port}", *here)
-        found = f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}"
+        found = f"a graph runs on state directory {tmp_path} (pid {graph.pid}"
         assert (result.returncode, found in result.stderr) == (1, True)
         unknown = revoke_lease("1234", *here)
         assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
@@ -198,7 +182,7 @@ def test_a_stop_during_the_start(tmp_path: Path):
 
 def ends_with_nothing(command: Serving, kind: int) -> None:
     assert command.end(kind) == 130
-    assert command.output == ["interrupted; nothing is left running\n"]
+    assert command.output == "interrupted; nothing is left running\n"
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -218,8 +202,8 @@ def test_an_interrupt_while_the_servers_start(
             lambda: (state / "dynamo-lite-servers" / "etcd" / "etcd.log").exists(),
             "nats-server answers",
         )
-        eventually(lambda: len(children_of(command.process.pid)) == 2, "both servers run")
-        servers = children_of(command.process.pid)
+        eventually(lambda: len(children_of(command.pid)) == 2, "both servers run")
+        servers = children_of(command.pid)
         ends_with_nothing(command, kind)
         assert not any(map(is_alive, servers))
     assert not (state / "run.json").exists()
@@ -244,7 +228,7 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     file = tmp_path / "graph.yaml"
     file.write_text(f"Vllm: {{model: {tmp_path}/model}}\n")
     with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
-        parsers = eventually(lambda: _parsers_of(command.process.pid), "vLLM is asked")
+        parsers = eventually(lambda: _parsers_of(command.pid), "vLLM is asked")
         os.kill(parsers, signal.SIGSTOP)
         ends_with_nothing(command, kind)
         eventually(lambda: not is_alive(parsers), "the parsers end")

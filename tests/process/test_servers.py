@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import Serving, eventually, invoke, serving
+from tests.process.command import Serving, invoke, serving
+from tests.started import eventually
 
 SERVERS = ("nats-server", "etcd")
 
@@ -104,7 +105,7 @@ def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
         break_etcd(graph, tmp_path)
         assert server(graph, "etcd")["pid"] == 0
         assert graph.end() == 1
-        text = "".join(graph.output)
+        text = graph.output
         assert "error: etcd cannot be restarted: etcd ended while it started" in text
         assert text.count("etcd ended while it started; its log") == 6
         assert "failed to list data directory: " in text and ": not a directory" in text
@@ -129,6 +130,5 @@ def test_a_frozen_server_does_not_outlive_a_killed_supervisor(tmp_path: Path):
         graph.processes()
         pids = [server(graph, name)["pid"] for name in SERVERS]
         os.kill(pids[0], signal.SIGSTOP)
-        graph.signal(signal.SIGKILL)
-        graph.process.wait()
+        graph.end(signal.SIGKILL)
         eventually(lambda: not any(map(is_alive, pids)), "both end with it")

@@ -2,11 +2,8 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,14 +12,19 @@ import pytest
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines, trusting
-from tests.process.command import ROOT, Serving, run
+from tests.process.command import DYNAMO_LITE, run
 from tests.scripted import Fault
+from tests.started import Started
+
+
+class Sidecar(Started):
+    last_signal = signal.SIGKILL
 
 
 class Running(Asked):
     """A sidecar with its engines. process: what it prints and how it ends."""
 
-    process: Serving
+    process: Sidecar
 
     @property
     def header(self) -> dict[str, str]:
@@ -46,33 +48,20 @@ async def sidecar(*arguments: str, https: Certificates | None = None) -> AsyncIt
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, "nixl", 1, 1, None)
         made["session"] = await stack.enter_async_context(trusting(https))
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "dynamo_lite.cli.cli", "sidecar", "--port", "0"),
-                *("--decode", made["decode"][0].url, *arguments),
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        serving = Serving(process, Path())
-        try:
-            url = (await asyncio.to_thread(serving.wait_line, "ready http")).split()[1]
-            b = Running(**made, url=url)
-            b.process = serving
+        decode = ("--decode", made["decode"][0].url)
+        process = Sidecar([*DYNAMO_LITE, "sidecar", "--port", "0", *decode, *arguments])
+        stack.enter_context(process)
+        url = (await asyncio.to_thread(process.wait_line, "ready http")).split()[1]
+        b = Running(**made, url=url)
+        b.process = process
 
-            async def ready() -> bool:
-                async with b.session.get(f"{url}/ready") as answer:
-                    return answer.status == 200
+        async def ready() -> bool:
+            async with b.session.get(f"{url}/ready") as answer:
+                return answer.status == 200
 
-            await eventually(ready, 20)
-            yield b
-            await b.fleet.ends_well()
-        finally:
-            process.kill()
-            serving.end()
+        await eventually(ready, 20)
+        yield b
+        await b.fleet.ends_well()
 
 
 async def test_it_serves_https_and_drains(certificates: Certificates):

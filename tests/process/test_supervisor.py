@@ -14,17 +14,11 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.names import components_prefix
+from dynamo_lite.runtime.address import parse_nats_url
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import (
-    PATIENCE_S,
-    ROOT,
-    STUB,
-    Serving,
-    eventually,
-    group_members,
-    serving,
-)
+from tests.process.command import STUB, Serving, serving
+from tests.started import PATIENCE_S, ROOT, eventually, group_members
 
 
 def test_starts_tells_and_drains_in_order(tmp_path: Path):
@@ -39,6 +33,12 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert stat.S_IMODE(login.stat().st_mode) == 0o600
         assert state["etcd"].startswith("https://127.0.0.1:")
         assert state["certificates"] == "" and not (tmp_path / "certificates").exists()
+        assert login.read_text() == parse_nats_url(state["nats"]).token
+        assert "key.pem" not in graph.output
+        (line,) = [line for line in graph.output.splitlines() if "look into etcd: " in line]
+        told = line.partition("etcd: ")[2].split()
+        listed = subprocess.run(told, capture_output=True, text=True, timeout=60)
+        assert "dynamo/components/Back/" in listed.stdout, listed.stderr
         entries = graph.processes()
         assert set(entries) == {"Front-0", "Back-0", "Back-1"}
         for entry in entries.values():
@@ -46,9 +46,9 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
             assert int(entry["lease"], 16) > 0
             assert entry["status_url"].startswith("http://127.0.0.1:")
         assert graph.end(signal.SIGINT) == 0
-        text = "".join(graph.output)
+        text = graph.output
         assert text.index("Front-0          draining") < text.index("Back-0           draining")
-        assert not (tmp_path / "run.json").exists()
+        assert not (tmp_path / "run.json").exists() and not (tmp_path / "etcdctl").exists()
     for name in entries:
         assert "closed" in (tmp_path / "logs" / f"{name}.log").read_text()
 
@@ -157,20 +157,11 @@ def test_a_terminal_that_is_closed_cuts_no_drain_short(tmp_path: Path):
 def test_a_failed_start_ends_everything(tmp_path: Path, how: str, where: str):
     with serving(tmp_path, f"--Back.fail={how}", "--log-to", where) as graph:
         assert graph.end() == 1
-        text = "".join(graph.output)
+        text = graph.output
     why = "told to fail" if how == "start" else "ended before it was ready (signal 9); most likely"
     assert f"error: Back-0: {why}" in text and "Traceback" not in text
     assert ("its log is above" in text) is (where == "stderr")
+    assert where == "files" or not list((tmp_path / "logs").iterdir())
     if how == "start":
         assert text.index("the last line of the log") < text.index("error: Back-0:")
     assert not (tmp_path / "run.json").exists()
-
-
-def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
-    with serving(tmp_path, "--log-to", "stderr", "--log-format", "json") as graph:
-        graph.wait_line("ready http")
-        assert graph.end(signal.SIGTERM) == 0
-        lines = [json.loads(line) for line in graph.output if line.startswith("{")]
-        assert {line["component"] for line in lines} == {"Front", "Back"}
-        assert any("draining" in line["message"] for line in lines)
-    assert not list((tmp_path / "logs").iterdir())

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.command import ROOT, serving
+from tests.process.command import serving
+from tests.started import ROOT
 
 pytestmark = pytest.mark.timeout(180)
 

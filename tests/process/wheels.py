@@ -9,7 +9,7 @@ import venv
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.process.command import ROOT
+from tests.started import ROOT
 
 #: What the source distribution is made of.
 SOURCES = ("dynamo_lite", "graphs", "configs", "scripts")

@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.process.command import ROOT
+from tests.started import ROOT
 from tests.test_layers import imported_modules
 
 _OWN = {"dynamo_lite", "graphs"}

@@ -1,23 +1,21 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `stock`, `disagg`, `slow`, `pair` and `agg` are
-shared, started when first asked for; a test that needs another takes `stage` and starts its own,
+Two cores carry one graph at a time. `disagg`, `slow` and `pair` are shared, started when first
+asked for; a test that needs another takes `stage` and starts its own,
 before which the shared one is stopped. Tests of one graph follow each other, so that each is
 started once.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.collector import Collector, collecting
 from tests.vllm.graph import (
-    AGG,
-    AGG_OPTIONS,
-    DISAGG,
     MODEL,
     PAIR_OPTIONS,
     TOOL_FLAGS,
@@ -26,7 +24,6 @@ from tests.vllm.graph import (
     PlainServer,
 )
 from tests.vllm.slow import SLOW_OPTIONS
-from tests.vllm.stock import StockPair, stock_pair
 
 #: configs/disagg.yaml as it is, with tools; traced is what a client traces.
 _DISAGG_OPTIONS = (
@@ -53,59 +50,37 @@ def _turn(item: pytest.Item) -> int:
     """Stable: tests of other folders, and those without a graph, stay in front."""
     names = getattr(item, "fixturenames", ())
     takes = item.get_closest_marker("takes_workers") is not None
-    if "stock" in names:
-        return 1 + takes
     if "disagg" in names:
         return 3
     if "slow" in names:
         return 6
     if "pair" in names:
         return 7 + takes
-    if "agg" in names:
-        return 9 + takes
     return 4 if "stage" in names else 0
 
 
 class Stage:
-    """Holds the one graph, or the stock engines, that run. collector_url: where the shared graph's
-    spans go."""
+    """Holds the one graph that runs. collector_url: where the shared graph's spans go."""
 
     def __init__(self, directory: Path, collector_url: str):
         self._directory, self._collector_url = directory, collector_url
         self._started = 0
         self._wanted: tuple[str, ...] = ()
         self._shared: Graph | None = None
-        self._stock: StockPair | None = None
-        self._engines = ExitStack()
 
     def disagg(self) -> Graph:
         """The shared graph that is configs/disagg.yaml."""
         return self.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={self._collector_url}"))
 
-    def shared(self, options: tuple[str, ...], graph: tuple[str, str] = DISAGG) -> Graph:
-        """The graph of the caller before, if it was this one with these options."""
-        wanted = (*graph, *options)
-        if self._shared is None or self._wanted != wanted:
+    def shared(self, options: tuple[str, ...]) -> Graph:
+        """The graph of the caller before, if it was one with these options."""
+        if self._shared is None or self._wanted != options:
             with self._leaving():
-                self._shared = self._new(graph, options).__enter__()
-                self._wanted = wanted
+                self._started += 1
+                directory = self._directory / f"graph-{self._started}"
+                self._shared = Graph(directory, options=options).__enter__()
+                self._wanted = options
         return self._shared
-
-    def stock(self) -> StockPair:
-        """The shared stock engines."""
-        if self._stock is None:
-            self.clear()
-            self._stock = self._engines.enter_context(stock_pair(self._next_directory()))
-        return self._stock
-
-    @contextmanager
-    def alone(
-        self, graph: tuple[str, str] = DISAGG, options: Sequence[str] = ()
-    ) -> Iterator[Graph]:
-        """A graph for the caller only."""
-        self.clear()
-        with self._new(graph, options) as running:
-            yield running
 
     def clear(self) -> None:
         with self._leaving():
@@ -114,27 +89,18 @@ class Stage:
     @contextmanager
     def _leaving(self) -> Iterator[None]:
         """The shared graph drains while the body starts the next one."""
-        self._stock = None
-        self._engines.close()
         shared, self._shared = self._shared, None
         if shared is None:
             yield
             return
         # The log of a graph with killed processes contains errors.
-        whole = self._wanted[2:][: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
-        shared.ask_to_end()
+        whole = self._wanted[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
+        shared.signal(signal.SIGINT)
         try:
             yield
         finally:
-            shared.stop()
+            assert shared.end() == 0, shared.tails()
         assert not (whole and shared.errors()), shared.errors()
-
-    def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
-        return Graph(self._next_directory(), graph, options)
-
-    def _next_directory(self) -> Path:
-        self._started += 1
-        return self._directory / f"graph-{self._started}"
 
 
 @pytest.fixture(scope="session")
@@ -182,13 +148,6 @@ def disagg(stage: Stage) -> Iterator[Graph]:
 
 
 @pytest.fixture
-def stock(stage: Stage) -> StockPair:
-    """Stock vLLM engines, for Forwarders. A test that kills one for good is marked
-    `takes_workers`."""
-    return stage.stock()
-
-
-@pytest.fixture
 def slow(stage: Stage) -> Graph:
     """One decode worker, and one prefill worker that computes block by block. No test asks for a
     grammar through its own Frontend."""
@@ -200,10 +159,3 @@ def pair(stage: Stage) -> Graph:
     """Two decode workers and one prefill worker. A test that removes a worker for good is
     marked `takes_workers`; all others leave as many as there were."""
     return stage.shared(PAIR_OPTIONS)
-
-
-@pytest.fixture
-def agg(stage: Stage) -> Graph:
-    """configs/agg.yaml with two workers. A test that takes one for good is marked
-    `takes_workers`."""
-    return stage.shared(AGG_OPTIONS, AGG)

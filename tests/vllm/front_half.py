@@ -95,7 +95,7 @@ class Workers:
 
     refusals: lease id to what `submit` raises there. hold: no token after the
     first one, silent: none at all, until `release`. gate: the second token waits
-    for it. pace_s: between tokens. script: the text instead. prompt_logprobs: told before
+    for it. script: the text instead. prompt_logprobs: told before
     the first token, each in a delta of its own.
     """
 
@@ -104,7 +104,6 @@ class Workers:
         self.refusals: dict[int, Exception] = {}
         self.hold = self.silent = False
         self.gate: asyncio.Event | None = None
-        self.pace_s = 0.0
         self.script: bytes | None = None
         self.prompt_logprobs: list[LogprobRows] = []
         self.logprobs: Callable[[int], object] | None = None
@@ -204,7 +203,7 @@ class Workers:
                 await self._released.wait()
             if self.gate:
                 await self.gate.wait()
-            await asyncio.sleep(self.pace_s)
+            await asyncio.sleep(0)
         self._tasks.pop(request.request_id, None)
 
 

@@ -5,11 +5,10 @@ Both are subprocesses in directories of their own, on free ports, and die with t
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,38 +24,35 @@ from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 from dynamo_lite.vllm.args import engine_flags
 from tests.ports import reserved_port
-from tests.process.command import descendants_of, eventually
+from tests.process.command import DYNAMO_LITE
+from tests.started import Started, descendants_of, eventually
 
 MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
 NAMESPACE = "dynamo"
+#: Else the first request for logprobs waits some ten seconds for a C++ compiler.
+UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 #: Leases that outlast the tests' pauses. A worker that joins must have the same.
 PAIR_LEASE = "--Graph.lease-ttl-s=60"
 #: Two decode workers and one prefill worker.
-PAIR_OPTIONS = ("--VllmWorker.ServiceArgs.workers=2", PAIR_LEASE, "--Frontend.router=kv")
-#: Flags of vLLM's server without which it refuses tools; the same for both sides.
-TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
-
-#: Else the first request for logprobs waits some ten seconds for a C++ compiler.
-UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-AGG_OPTIONS = (
-    "--VllmWorker.ServiceArgs.workers=2",
+PAIR_OPTIONS = (
+    *("--VllmWorker.ServiceArgs.workers=2", PAIR_LEASE, "--Frontend.router=kv"),
     *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
 )
-
+#: Flags of vLLM's server without which it refuses tools; the same for both sides.
+TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 #: Of vLLM's verdicts on arguments, whose parsers take seconds.
 CACHE = Path(".dynamo-lite/cache")
 _READY_S = 180.0
-_STOP_S = 90.0
+#: Several of them may start at the same time, on a busy machine.
+_PLAIN_READY_S = 300.0
 _POLL_S = 0.05
 
 _T = TypeVar("_T")
@@ -67,93 +63,7 @@ async def reached(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
     return await asyncio.to_thread(eventually, ask, timeout_s=timeout_s, what=what)
 
 
-class Command:
-    """A long-running program with its output in a file. Use as a context manager."""
-
-    def __init__(self, directory: Path, args: Sequence[str], env: dict[str, str] | None = None):
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
-        self.log = directory / "output.log"
-        self._args = list(args)
-        self._env = {**os.environ, **(env or {})}
-        self._process: subprocess.Popen[bytes] | None = None
-        #: Its descendants when it was asked to end.
-        self._ending: list[int] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    @property
-    def exit_code(self) -> int | None:
-        assert self._process is not None
-        return self._process.poll()
-
-    def start(self) -> None:
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._args,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                start_new_session=True,
-                preexec_fn=death_signal_hook(),
-            )
-
-    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Fails with what the program said when it ends or is not ready in time."""
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            late = time.monotonic() > deadline
-            if late or self.exit_code is not None:
-                why = f"not ready in {timeout_s:g} s" if late else f"ended with {self.exit_code}"
-                self.end()
-                raise AssertionError(f"{' '.join(self._args)}: {why}\n{self.tails()}")
-            time.sleep(_POLL_S)
-
-    def ask_to_end(self) -> None:
-        """Sends SIGINT. `end` then waits."""
-        assert self._process is not None
-        self._ending = descendants_of(self.pid)
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
-    def end(self) -> int:
-        """Sends SIGINT, waits, then sends SIGKILL. Returns the exit code; no process may be
-        left."""
-        assert self._process is not None
-        if self._ending is None:
-            self.ask_to_end()
-        family, self._ending = self._ending or [], None
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            for pid in (*family, self.pid):
-                _signal(pid, signal.SIGKILL)
-            self._process.wait()
-        eventually(
-            lambda: not any(is_alive(pid) for pid in family),
-            timeout_s=10,
-            what=f"the descendants of {' '.join(self._args)} are gone",
-        )
-        return self._process.returncode
-
-    def tails(self, lines: int = 40) -> str:
-        logs = [self.log, *sorted(self.directory.glob("**/logs/*.log"))]
-        return "\n".join(
-            f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-            for log in logs
-            if log.exists()
-        )
-
-
-class Graph(Command):
+class Graph(Started):
     """`dynamo-lite serve GRAPH -f FILE OPTIONS` on a private state directory.
 
     service: the one service to start alone, on the servers that the options name. http: the
@@ -170,14 +80,15 @@ class Graph(Command):
     ):
         name, file = graph
         alone = ["--service-name", service] if service else []
+        directory.mkdir(parents=True, exist_ok=True)
         super().__init__(
-            directory,
             [
-                *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", name, "-f", file),
+                *(*DYNAMO_LITE, "serve", name, "-f", file),
                 *("--state-dir", str(directory), f"--{http}.port=0", *alone, *options),
             ],
+            log=directory / "output.log",
         )
-        self._excused: list[str] = []
+        self.directory = directory
         self.state_dir = directory / "lone" / f"{service}-0" if service else directory
 
     def __enter__(self) -> Self:
@@ -185,8 +96,11 @@ class Graph(Command):
         self.wait_until(self.is_ready, _READY_S)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed:
+            self.end(signal.SIGKILL)
+        else:
+            self.stop()
 
     def start(self) -> None:
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -195,24 +109,23 @@ class Graph(Command):
 
     def stop(self) -> None:
         """An orderly stop must end in order."""
-        code = self.end()
+        code = self.end(signal.SIGINT)
         assert code == 0, f"serve ended with {code}\n{self.tails()}"
+
+    def tails(self) -> str:
+        logs = sorted(self.directory.glob("**/logs/*.log"))
+        ends = (log.read_text(errors="replace").splitlines()[-40:] for log in logs)
+        named = (line for log, end in zip(logs, ends, strict=True) for line in (f"--- {log}", *end))
+        return "\n".join([super().tails(), *named])
 
     def errors(self) -> list[str]:
         """Lines of the processes' logs that speak of something broken."""
-        found = [
+        return [
             f"{log.name}: {line}"
             for log in self.directory.glob("**/logs/*.log")
             for line in log.read_text(errors="replace").splitlines()
             if " ERROR " in line or "Traceback" in line
         ]
-        return [error for error in found if error not in self._excused]
-
-    def excuse(self, what: str) -> None:
-        """The errors so far were provoked; they all speak of `what`."""
-        errors = self.errors()
-        assert all(what in error or "Traceback" in error for error in errors), errors
-        self._excused += errors
 
     @property
     def run(self) -> RunState:
@@ -323,6 +236,25 @@ class Graph(Command):
         return any(line.startswith("ready ") for line in self.output.splitlines())
 
 
+class Lone(Graph):
+    """One service alone, on the servers that `servers` names. changes: of its section."""
+
+    def __init__(
+        self, directory: Path, service: str, servers: Sequence[str], changes: Mapping[str, Any]
+    ):
+        changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
+        super().__init__(directory, options=[*servers, *changed], service=service)
+        self._service = service
+
+    def handed_over(self) -> float:
+        """Remote prefills that it has written, or was written."""
+        name, outcome = {
+            "PrefillWorker": ("dynamo_lite_prefill_jobs_total", "written"),
+            "VllmWorker": ("dynamo_lite_remote_prefills_total", "committed"),
+        }[self._service]
+        return self.count(self._service, name, outcome=outcome)
+
+
 @contextlib.contextmanager
 def together(graphs: Sequence[Graph]) -> Iterator[None]:
     """Started side by side: one alone leaves cores idle."""
@@ -335,12 +267,12 @@ def together(graphs: Sequence[Graph]) -> Iterator[None]:
         yield
 
 
-class PlainServer(Command):
+class PlainServer(Started):
     """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
 
     It is started as vLLM's module (`plain.py`): the `vllm` program asks for the version of a
     package of that name, which the CPU build is not. `url` waits until it is ready, so that it may
-    start while a graph starts. flags: more of them.
+    start while a graph starts. flags, env: more of them.
     """
 
     def __init__(
@@ -348,6 +280,7 @@ class PlainServer(Command):
         directory: Path,
         graph: tuple[str, str] = DISAGG,
         flags: Mapping[str, Any] = MappingProxyType({}),
+        env: Mapping[str, str] = MappingProxyType({}),
     ):
         name, file = graph
         document = read_document(Path(file), [])
@@ -355,29 +288,22 @@ class PlainServer(Command):
         document.raise_mistakes()
         assert config is not None
         self._url = f"http://127.0.0.1:{reserved_port()}"
-        self._ready_s = _READY_S
         self._was_ready = False
+        directory.mkdir(parents=True, exist_ok=True)
         super().__init__(
-            directory,
             [
                 *(sys.executable, "-m", "tests.vllm.plain"),
                 *("--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]),
                 *engine_flags({**config.flags, **TOOL_FLAGS, **flags}),
             ],
-            env={**config.env, "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
+            env={**os.environ, **config.env, "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED, **env},
+            log=directory / "output.log",
         )
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     @property
     def url(self) -> str:
         if not self._was_ready:
-            self.wait_until(self.is_ready, self._ready_s)
+            self.wait_until(self.is_ready, _PLAIN_READY_S)
             self._was_ready = True
         return self._url
 
@@ -436,10 +362,3 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-
-
-def _signal(pid: int, sig: int) -> None:
-    try:
-        os.kill(pid, sig)
-    except ProcessLookupError:
-        pass

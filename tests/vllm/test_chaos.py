@@ -48,13 +48,9 @@ def passed(report: Report) -> Report:
     return report
 
 
-async def test_a_router_that_dies_costs_no_request(arena: Arena):
-    scenario = next(s for s in OUTAGES if s.name == "router-killed")
-    passed(await play(arena, scenario, SEED))
-
-
-async def test_a_broker_that_dies_costs_no_request(arena: Arena):
-    scenario = next(s for s in OUTAGES if s.name == "nats-killed")
+@pytest.mark.parametrize("name", ["router-killed", "nats-killed"])
+async def test_a_router_or_broker_that_dies_costs_no_request(arena: Arena, name: str):
+    scenario = next(s for s in OUTAGES if s.name == name)
     passed(await play(arena, scenario, SEED))
 
 

@@ -6,6 +6,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from tests.process.command import run
 from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
 from tests.vllm.live import command, explained
@@ -130,3 +131,6 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     assert (short["verdict"], short["reason"]) == ("local", "short")
     lines = command(disagg, "explain", "--last", "2").splitlines()
     assert short["request_id"] in lines[-1] and "local/short" in lines[-1]
+    unknown = run("explain", "cmpl-unknown", "--state-dir", str(disagg.state_dir.resolve()))
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "none of 1 decode engines has a decision of it" in unknown.stderr

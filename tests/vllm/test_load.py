@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.test_decisions import counting
 
 pytestmark = pytest.mark.timeout(400)
@@ -44,14 +44,4 @@ async def test_two_hundred_mixed_requests(disagg: Graph, reference: PlainServer)
     assert {"local/short", "remote/long"} <= kinds.keys(), decided
     assert sum(decided.values()) == REQUESTS
 
-    (after,) = await disagg.pools()
-    assert (after.free_blocks, after.waiting, after.quarantined) == (before.free_blocks, 0, 0)
-    eventually(lambda: _at_rest(disagg, before.free_blocks), timeout_s=10, what="metrics at rest")
-
-
-def _at_rest(graph: Graph, free_blocks: int) -> bool:
-    return (
-        graph.count("VllmWorker", "dynamo_lite_kv_blocks_free") == free_blocks
-        and graph.count("VllmWorker", "dynamo_lite_quarantined_attempts") == 0
-        and graph.count("VllmWorker", "dynamo_lite_prefill_queue_depth") == 0
-    )
+    await disagg.settled(before.free_blocks)

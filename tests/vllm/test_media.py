@@ -4,22 +4,19 @@ plain vLLM's. Text prompts of the same model are prefilled remotely."""
 import base64
 import io
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.vllm.asking import ask, assert_same, prompt_ids, prose
-from tests.vllm.graph import Graph, PlainServer, reached
+from tests.vllm.graph import Graph, PlainServer
 from tests.vllm.models import model_of
 from tests.vllm.test_decisions import counting
-from tests.vllm.test_migration import answers_of, is_back, streams_of, under_way
+from tests.vllm.test_migration import answers_of, streams_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -64,7 +61,6 @@ def served(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     embedded = ("Frontend", "VllmWorker", "PrefillWorker")
     options = [
         f"--Common.model={flags['model']}",
-        *("--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60"),
         *(f"--{s}.limit-mm-per-prompt={json.dumps({'image': 3})}" for s in embedded),
         *(f"--{service}.enable-prompt-embeds=true" for service in embedded),
     ]
@@ -75,8 +71,7 @@ def served(stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_images_are_computed_here_and_long_text_is_not(served: Served):
-    """The last prompt is long. A second time the images are known to the Frontend, and perhaps to
-    another worker than before."""
+    """The last prompt is long. A second time the images are known to the Frontend."""
     prompts = [
         chat(image(1), text(9, 1)),
         chat(image(2), text(9, 1)),
@@ -112,35 +107,3 @@ async def test_prompts_of_embeddings(served: Served):
         await answers_of(served.graph.url, streams_of(asked)), expected, strict=True
     ):
         assert_same(answer, right)
-
-
-async def test_a_killed_decode_worker_costs_no_answer(served: Served):
-    long = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
-    requests = [("chat/completions", {**chat(image(10 + i), text(9, i)), **long}) for i in range(4)]
-    expected = await answers_of(served.plain.url, streams_of(requests))
-    victim = served.graph.process("VllmWorker", 0)
-    async with under_way(served.graph, requests, victim) as answers:
-        os.kill(victim.pid, signal.SIGKILL)
-        got = await answers
-    for answer, right in zip(got, expected, strict=True):
-        assert answer["tokens"] == right["tokens"]
-        assert_same(answer, right)
-    await reached(
-        lambda: is_back(served.graph, 0, victim.pid), timeout_s=180, what="the worker is back"
-    )
-
-
-def test_bad_media_are_the_clients_mistake(served: Served):
-    url = f"{served.graph.url}/v1/chat/completions"
-    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    too_many = [image(seed) for seed in range(4)]
-    huge = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (33 << 20)}"}}
-    for parts, status, said in (
-        ([broken], 400, "image"),
-        (too_many, 400, "At most 3 image"),
-        ([huge], 413, "max-body-bytes"),
-    ):
-        answer = httpx.post(url, json={"model": "tiny", **chat(*parts)}, timeout=60)
-        assert answer.status_code == status and said in answer.text, answer.text[:300]
-    prompt = chat(image(1), text(9, 1))
-    assert_same(ask(served.graph.url, "chat", prompt), ask(served.plain.url, "chat", prompt))

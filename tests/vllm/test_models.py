@@ -5,7 +5,6 @@ Frontend. What is right is what the decode worker generates alone.
 """
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
-from tests.vllm.graph import MODEL, Graph, eventually, reached, sample_sum, together
+from tests.vllm.graph import MODEL, Graph, Lone, eventually, reached, sample_sum, together
 from tests.vllm.models import model_of
-from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT, REMOTE
-from tests.vllm.test_membership import JOBS
+from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT
 from tests.vllm.test_prefix_read import COMPUTED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -42,29 +40,16 @@ LAYER_BYTES = BLOCK_BYTES // 4
 LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1500)
 
 
-class Worker(Graph):
-    """One service alone, in the namespace that is called as the model."""
-
-    def __init__(self, directory: Path, model: str, service: str, servers: list[str]):
-        made, changes = model_of(model), {**OPTIONS.get(model, {})}
-        if model == "eagle":
-            drafts = {"method": "eagle", "model": str(made), "num_speculative_tokens": 2}
-            made, changes["speculative-config"] = MODEL, drafts
-        if service == "PrefillWorker" and model in STEP_TOKENS:
-            changes["max-num-batched-tokens"] = STEP_TOKENS[model]
-        super().__init__(
-            directory / f"{model}-{service}",
-            options=[
-                *(f"--Common.model={made}", "--namespace", model, *servers),
-                *(f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()),
-            ],
-            service=service,
-        )
-
-
-@pytest.fixture(scope="module")
-def servers(nats_url: str, etcd_url: str) -> list[str]:
-    return ["--nats-url", nats_url, "--etcd-url", etcd_url]
+def worker(directory: Path, model: str, service: str, servers: list[str]) -> Lone:
+    """In the namespace that is called as the model."""
+    made, changes = model_of(model), {**OPTIONS.get(model, {})}
+    if model == "eagle":
+        drafts = {"method": "eagle", "model": str(made), "num_speculative_tokens": 2}
+        made, changes["speculative-config"] = MODEL, drafts
+    if service == "PrefillWorker" and model in STEP_TOKENS:
+        changes["max-num-batched-tokens"] = STEP_TOKENS[model]
+    place = [f"--Common.model={made}", "--namespace", model, *servers]
+    return Lone(directory / f"{model}-{service}", service, place, changes)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +59,15 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def workers(
-    stage, tmp_path_factory: pytest.TempPathFactory, servers: list[str], model: str
-) -> Iterator[tuple[Worker, Worker]]:
+    stage, tmp_path_factory: pytest.TempPathFactory, nats_url: str, etcd_url: str, model: str
+) -> Iterator[tuple[Lone, ...]]:
     """Decode and prefill worker of one model: the engines of all would start for minutes."""
     stage.clear()
     directory = tmp_path_factory.mktemp("workers")
-    pair = (
-        Worker(directory, model, "VllmWorker", servers),
-        Worker(directory, model, "PrefillWorker", servers),
-    )
+    servers = ["--nats-url", nats_url, "--etcd-url", etcd_url]
+    pair = [worker(directory, model, name, servers) for name in ("VllmWorker", "PrefillWorker")]
     with together(pair):
-        yield pair
+        yield tuple(pair)
 
 
 @pytest.mark.parametrize("model", list(OPTIONS), indirect=True)
@@ -104,12 +87,12 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
     assert len({tuple(tokens) for tokens in got}) == len(got), "the answers tell prompts apart"
     count = len(prompts)
     eventually(
-        lambda: prefill.count("PrefillWorker", JOBS, outcome="written") == count,
+        lambda: prefill.handed_over() == count,
         timeout_s=10,
         what="all were written",
     )
     assert decode.count("VllmWorker", DECISIONS, reason="long", verdict="remote") == count
-    assert decode.count("VllmWorker", REMOTE, outcome="committed") == count
+    assert decode.handed_over() == count
     assert not decode.errors() + prefill.errors()
     sent = prefill.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
     if model == "windows":
@@ -143,5 +126,5 @@ async def test_a_prefill_worker_that_is_killed_half_way(workers, etcd_url: str, 
     async with Direct(etcd_url, model) as direct:
         alone = await direct.tokens(prompt, local=True, max_tokens=12)
         assert await answer_of_killed(prefill, direct, prompt) == alone
-    assert decode.count("VllmWorker", REMOTE, outcome="committed") == len(LENGTHS)
+    assert decode.handed_over() == len(LENGTHS)
     assert not decode.errors()

@@ -3,14 +3,13 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.vllm import host_tier
 from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
-from tests.vllm.graph import MODEL, Graph, eventually, together
+from tests.vllm.graph import MODEL, Graph, Lone, eventually, together
 from tests.vllm.live import command
 from tests.vllm.test_decisions import DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_models import answer_of_killed
@@ -24,41 +23,33 @@ BLOCKS = 400
 NAMESPACE = "offload"
 
 
-class Worker(Graph):
-    """One service alone, whose engine forgets soon."""
+#: Engines that forget soon.
+CHANGES = {
+    "kv-transfer-config": host_tier.CONFIG,
+    "num-gpu-blocks-override": BLOCKS,
+    "max-num-batched-tokens": 256,
+}
 
-    def __init__(self, directory: Path, service: str, servers: list[str]):
-        options = {
-            "kv-transfer-config": host_tier.CONFIG,
-            "num-gpu-blocks-override": BLOCKS,
-            "max-num-batched-tokens": 256,
-            **({"max-prefill-queue-size": 16} if service == "VllmWorker" else {}),
-        }
-        super().__init__(
-            directory / service,
-            options=[
-                *(f"--Common.model={MODEL}", "--namespace", NAMESPACE, *servers),
-                *(f"--{service}.{key}={json.dumps(value)}" for key, value in options.items()),
-            ],
-            service=service,
-        )
 
-    def decision(self) -> dict:
-        """The last one."""
-        [last] = json.loads(command(self, "explain", "--last", "1", "--json"))
-        return last
+def last_decision(decode: Graph) -> dict:
+    [last] = json.loads(command(decode, "explain", "--last", "1", "--json"))
+    return last
 
 
 @pytest.fixture(scope="module")
 def workers(
     stage, tmp_path_factory: pytest.TempPathFactory, nats_url: str, etcd_url: str
-) -> Iterator[tuple[Worker, Worker]]:
+) -> Iterator[tuple[Lone, Lone]]:
     stage.clear()
     directory = tmp_path_factory.mktemp("offload")
-    servers = ["--nats-url", nats_url, "--etcd-url", etcd_url]
-    pair = Worker(directory, "VllmWorker", servers), Worker(directory, "PrefillWorker", servers)
-    with together(pair):
-        yield pair
+    place = [f"--Common.model={MODEL}", "--namespace", NAMESPACE]
+    place += ["--nats-url", nats_url, "--etcd-url", etcd_url]
+    decode = Lone(
+        directory / "decode", "VllmWorker", place, {**CHANGES, "max-prefill-queue-size": 16}
+    )
+    prefill = Lone(directory / "prefill", "PrefillWorker", place, CHANGES)
+    with together([decode, prefill]):
+        yield decode, prefill
 
 
 async def forget(direct: Direct, seed: int) -> None:
@@ -74,17 +65,17 @@ async def test_what_is_offloaded_counts_as_cached(workers, etcd_url: str):
     async with Direct(etcd_url, NAMESPACE) as direct:
         alone = [await direct.tokens(p, local=True) for p in (first, longer)]
         assert await direct.tokens(first) == alone[0]
-        assert decode.decision()["verdict"] == "remote"
+        assert last_decision(decode)["verdict"] == "remote"
         await forget(direct, seed=1910)
         assert await direct.tokens(first) == alone[0], "loaded by the decode worker"
-        again = decode.decision()
+        again = last_decision(decode)
         assert (again["verdict"], again["reason"]) == ("local", "cached"), again
         held = again["cached_tokens"] + again["offloaded_tokens"]
         assert again["offloaded_tokens"] > 0 and len(first) - held <= BLOCK, again
         await forget(direct, seed=1920)
         computed = prefill.count("PrefillWorker", COMPUTED)
         assert await direct.tokens(longer) == alone[1], "loaded by the prefill worker"
-        last = decode.decision()
+        last = last_decision(decode)
         assert (last["verdict"], last["reason"]) == ("remote", "long"), last
         assert last["offloaded_tokens"] > 0, last
         eventually(

@@ -5,7 +5,6 @@ and blocks of 32 tokens. Each is asked until it has had its share.
 """
 
 import asyncio
-import json
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import pytest
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.direct import Direct
-from tests.vllm.graph import UNCOMPILED, Graph, PlainServer, together
+from tests.vllm.graph import UNCOMPILED, Graph, Lone, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
-from tests.vllm.test_membership import JOBS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
@@ -41,21 +39,6 @@ PIPELINE: dict[str, Any] = {
 }
 
 OTHER_SIZE = {"block-size": 64}
-
-
-class Joined(Graph):
-    """One worker of another kind in `graph`."""
-
-    def __init__(self, directory: Path, graph: Graph, service: str, changes: dict[str, Any]):
-        changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
-        super().__init__(directory, options=[*graph.servers, *changed], service=service)
-        self._service = service
-
-    def handed_over(self) -> float:
-        """Remote prefills that it has written, or was written."""
-        if self._service == "PrefillWorker":
-            return self.count(self._service, JOBS, outcome="written")
-        return self.count(self._service, REMOTE, outcome="committed")
 
 
 def failures(*graphs: Graph) -> dict[str, float]:
@@ -83,9 +66,9 @@ async def test_answers_are_the_same_across_parallelism(
     """The decode worker of two ranks is written to by the graph's own prefill worker, by one of
     two ranks, and, when that has left, by one of two stages. Idle ranks poll: more of them at a
     time would leave other processes of a small machine without its cores for seconds."""
-    tensor = Joined(tmp_path / "tensor", disagg, "PrefillWorker", TENSOR)
-    pipeline = Joined(tmp_path / "pipeline", disagg, "PrefillWorker", PIPELINE)
-    decode = Joined(tmp_path / "decode", disagg, "VllmWorker", TENSOR)
+    tensor = Lone(tmp_path / "tensor", "PrefillWorker", disagg.servers, TENSOR)
+    pipeline = Lone(tmp_path / "pipeline", "PrefillWorker", disagg.servers, PIPELINE)
+    decode = Lone(tmp_path / "decode", "VllmWorker", disagg.servers, TENSOR)
     before = failures(disagg)
     with together([tensor, decode]):
         await _ask_until([tensor, decode], disagg, reference)
@@ -103,8 +86,8 @@ async def test_answers_are_the_same_across_block_sizes(
 ):
     """A prefill worker with blocks of 64 tokens writes for the graph's decode worker. When it has
     left, the graph's own does for a decode worker with 64."""
-    prefill = Joined(tmp_path / "prefill", disagg, "PrefillWorker", OTHER_SIZE)
-    decode = Joined(tmp_path / "decode", disagg, "VllmWorker", OTHER_SIZE)
+    prefill = Lone(tmp_path / "prefill", "PrefillWorker", disagg.servers, OTHER_SIZE)
+    decode = Lone(tmp_path / "decode", "VllmWorker", disagg.servers, OTHER_SIZE)
     before = failures(disagg)
     with together([prefill, decode]):
         await _ask_until([prefill], disagg, reference, of=disagg)
@@ -116,7 +99,7 @@ async def test_answers_are_the_same_across_block_sizes(
 
 
 async def _ask_until(
-    workers: list[Joined], disagg: Graph, reference: PlainServer, *, of: Graph | None = None
+    workers: list[Lone], disagg: Graph, reference: PlainServer, *, of: Graph | None = None
 ) -> None:
     """Each of these workers has had its share, and every answer was right.
 

@@ -41,32 +41,6 @@ async def stopped(pid: int, *, group: bool = False) -> AsyncIterator[None]:
         send(pid, signal.SIGCONT)
 
 
-@contextlib.asynccontextmanager
-async def steady(
-    url: str, requests: list[dict], expected: list[list[int]]
-) -> AsyncIterator[list[int]]:
-    """Four callers ask the requests in turn while the body runs; all answers must be right."""
-    answered: list[int] = []
-    going = True
-
-    async def call(number: int) -> None:
-        while going:
-            which = number % len(requests)
-            assert await tokens_of(url, [requests[which]]) == [expected[which]]
-            answered.append(which)
-            number += 4
-
-    callers = [asyncio.create_task(call(i)) for i in range(4)]
-    try:
-        yield answered
-        going = False
-        await asyncio.gather(*callers)
-    finally:
-        for caller in callers:
-            caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
-
-
 def responsive(graph: Graph) -> int:
     return graph.health("Frontend")["responsive"]
 
@@ -75,14 +49,20 @@ def in_flight(graph: Graph, instance: int) -> int:
     return graph.health("VllmWorker", instance)["in_flight"]
 
 
-async def both_work(graph: Graph, expected: list[list[int]], requests: list[dict]) -> None:
+async def both_have_requests(graph: Graph) -> None:
+    await reached(
+        lambda: in_flight(graph, 0) and in_flight(graph, 1), timeout_s=20, what="both have requests"
+    )
+
+
+async def both_work(graph: Graph) -> None:
     await reached(lambda: responsive(graph) == 2, timeout_s=10, what="both decode workers respond")
     assert graph.count("Frontend", UNRESPONSIVE) == 0
-    before = await asyncio.gather(
-        *(asyncio.to_thread(graph.health, "VllmWorker", i) for i in range(2))
+    assert all(graph.health("VllmWorker", i)["ok"] for i in range(2))
+    await reached(
+        lambda: in_flight(graph, 0) == 0, timeout_s=10, what="it has forgotten what has moved"
     )
-    assert [health["ok"] for health in before] == [True, True]
-    assert await tokens_of(graph.url, requests) == expected
+    await graph.settled()
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine"])
@@ -91,27 +71,26 @@ async def test_a_decode_worker_that_stands_still_is_passed_over_and_comes_back(
 ):
     """A stopped worker is detected by missing heartbeats; a stopped engine is reported by its
     worker. Running requests wait for it; later ones go to the other worker."""
-    requests = shorts(8, seed=800, tokens=40)
-    expected = await tokens_of(reference.url, requests)
+    begun, later = shorts(8, seed=800, tokens=300), shorts(8, seed=801, tokens=40)
+    expected = await tokens_of(reference.url, [*begun, *later])
     pid = graph.process("VllmWorker", 0).pid
     if victim == "engine":
         pid = graph.engine_pid("VllmWorker", 0)
     moved = graph.count("Frontend", MOVED)
-    async with steady(graph.url, requests, expected) as answered:
-        await reached(lambda: len(answered) >= 8, timeout_s=30, what="answers come")
-        async with stopped(pid, group=victim == "worker"):
-            await reached(
-                lambda: responsive(graph) == 1, timeout_s=8, what="the worker is out of rotation"
-            )
-            assert graph.count("Frontend", UNRESPONSIVE) == 1
-            if victim == "engine":
-                facts = graph.health("VllmWorker", 0)
-                assert not facts["ok"] and facts["trouble"].startswith("the engine has not")
-            assert await tokens_of(graph.url, requests) == expected
-            assert graph.count("Frontend", MOVED) == moved, "nothing has been moved for this"
-        await reached(lambda: responsive(graph) == 2, timeout_s=5, what="the worker is back")
-    await both_work(graph, expected, requests)
-    await graph.settled()
+    asking = asyncio.create_task(tokens_of(graph.url, begun))
+    await both_have_requests(graph)
+    async with stopped(pid, group=victim == "worker"):
+        await reached(
+            lambda: responsive(graph) == 1, timeout_s=8, what="the worker is out of rotation"
+        )
+        assert graph.count("Frontend", UNRESPONSIVE) == 1
+        if victim == "engine":
+            facts = graph.health("VllmWorker", 0)
+            assert not facts["ok"] and facts["trouble"].startswith("the engine has not")
+        assert await tokens_of(graph.url, later) == expected[8:]
+        assert graph.count("Frontend", MOVED) == moved, "nothing has been moved for this"
+    assert await asking == expected[:8]
+    await both_work(graph)
 
 
 async def test_a_worker_that_stands_still_for_long_loses_its_requests(
@@ -122,16 +101,10 @@ async def test_a_worker_that_stands_still_for_long_loses_its_requests(
     worker = graph.process("VllmWorker", 0)
     moved = graph.count("Frontend", MOVED, how="continue")
     asking = asyncio.create_task(tokens_of(graph.url, requests))
-    await reached(
-        lambda: in_flight(graph, 0) and in_flight(graph, 1), timeout_s=20, what="both have requests"
-    )
+    await both_have_requests(graph)
     began = time.monotonic()
     async with stopped(worker.pid, group=True):
         assert await asking == expected
         assert 8 < time.monotonic() - began < 40
     assert graph.count("Frontend", MOVED, how="continue") > moved
-    await both_work(graph, expected[:2], requests[:2])
-    await reached(
-        lambda: in_flight(graph, 0) == 0, timeout_s=10, what="it has forgotten what has moved"
-    )
-    await graph.settled()
+    await both_work(graph)

@@ -128,10 +128,7 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
     ("kind", "key", "value", "says"),
     [
         ("frontend", "uds", "/tmp/x", "listens on TCP"),
-        ("frontend", "enable-lora", True, ""),
-        ("frontend", "lora-modules", ["a=/a"], ""),
         ("engine", "enable-lora", True, ""),
-        ("engine", "max-loras", 2, ""),
         ("engine", "lora-modules", ["a=/a"], "section of the Frontend"),
         ("engine", "enable-tower-connector-lora", True, "of this kind are not served"),
         ("engine", "kv-transfer-config", {}, ""),
@@ -139,22 +136,13 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
         ("engine", "kv-events-config", {}, "set by dynamo-lite itself"),
         ("frontend", "grpc", True, "gRPC is not served"),
         ("frontend", "api-server-count", 2, "Frontend.ServiceArgs.workers"),
-        ("frontend", "headless", True, "Frontend.ServiceArgs.workers"),
         ("frontend", "tensor-parallel-size", 2, "sections of the workers"),
-        ("frontend", "gpu-memory-utilization", 0.5, "sections of the workers"),
-        ("frontend", "max-num-seqs", 2, "sections of the workers"),
         ("frontend", "ssl-keyfile", "key.pem", "does nothing without ssl-certfile"),
-        ("frontend", "max-lora-rank", 8, "sections of the workers"),
         ("engine", "stream-interval", 2, "section of the Frontend"),
-        ("engine", "disable-log-stats", True, "section of the Frontend"),
         ("engine", "return-sampling-mask", True, "not sent to clients"),
         ("engine", "watermark-config", {"algorithm": "gumbel"}, "have no watermark here"),
         ("engine", "enable-sleep-mode", True, "not put to sleep here"),
-        ("frontend", "enable-sleep-mode", True, "not put to sleep here"),
         ("frontend", "ssl-certfile", "cert.pem", ""),
-        ("frontend", "root-path", "/llm", ""),
-        ("frontend", "stream-interval", 2, ""),
-        ("frontend", "trust-remote-code", True, ""),
         ("engine", "tensor-parallel-size", 2, ""),
     ],
 )
@@ -162,12 +150,3 @@ def test_the_check_says_why(kind: SectionKind, key: str, value: object, says: st
     mistakes = check({"S": {"kind": kind, "args": {key: value}}})
     assert [m["key"] for m in mistakes] == ([key] if says else [])
     assert all(says in m["message"] for m in mistakes)
-
-
-def test_parsers_are_made_once_for_a_kind(monkeypatch: pytest.MonkeyPatch):
-    made: list[str] = []
-    monkeypatch.setattr(
-        "dynamo_lite.vllm.args._parser", lambda kind: (made.append(kind), _parser(kind))[1]
-    )
-    content = {"kind": "engine", "args": {"seed": 1}}
-    assert check({"A": content, "B": content}) == [] and made == ["engine"]

@@ -3,10 +3,9 @@ workers, most of it without a socket."""
 
 import asyncio
 import json
-import sys
+import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -18,8 +17,7 @@ from dynamo_lite.disagg.decision.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
 from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.openai_app import OPEN_PATHS
-from tests.vllm import flood as flooding
-from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, listening, open_front
+from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, events, listening, open_front
 
 JSON = {"content-type": "application/json"}
 
@@ -143,19 +141,27 @@ async def test_a_length_that_is_too_large_is_refused_before_anything_is_sent(mod
 
 
 class Recorder:
-    """An app that reads its body, or does not, and records its length."""
+    """An app that reads its body, or does not, and records its length.
 
-    def __init__(self, *, reads: bool = True):
-        self.reads = reads
+    blocks_s: it parses for so long after that, and the event loop stands still.
+    """
+
+    def __init__(self, *, reads: bool = True, blocks_s: float = 0.0):
+        self.reads, self._blocks_s = reads, blocks_s
         self.sizes: list[int] = []
+        self.within = 0
 
     async def __call__(self, scope, receive, send) -> None:
-        size = 0
+        assert not self.within, "another one is parsed"
+        self.within, size = 1, 0
         if self.reads:
             message = await receive()
             size = len(message["body"])
             assert not message["more_body"]
+        time.sleep(self._blocks_s)
+        await asyncio.sleep(0)
         self.sizes.append(size)
+        self.within = 0
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -168,12 +174,15 @@ def client_of(app: Recorder, **limits: float) -> tuple[Bodies, httpx.AsyncClient
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_large_bodies_take_turns_whether_they_are_read_or_not(reads: bool):
-    app = Recorder(reads=reads)
+    """Streams have as much time between two of them as the first one has taken."""
+    app = Recorder(reads=reads, blocks_s=0.01)
     bodies, http = client_of(app)
     async with http, asyncio.timeout(10):
+        began = time.monotonic()
         answers = await asyncio.gather(*(http.post("/", content=500 * b" ") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert app.sizes == 20 * [500 if reads else 0] and bodies._held == 0
+        assert not reads or time.monotonic() - began > 39 * 0.01
 
 
 async def test_large_bodies_that_wait_are_bounded():
@@ -338,105 +347,24 @@ async def test_prompt_logprobs_are_in_the_answer(front: Front):
     assert choice["text"] == "abcde" and len(choice["prompt_logprobs"]) == len(prompt)
 
 
-# Floods
-
-
-class Streams:
-    """Clients that read tokens, one after the other, and note the longest time without one."""
-
-    def __init__(self, url: str, count: int):
-        self._url, self._count = url, count
-        self.longest_s = 0.0
-        self.answers: list[str] = []
-        self._stop = False
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        async with (
-            httpx.AsyncClient(base_url=self._url, timeout=120) as http,
-            asyncio.TaskGroup() as group,
-        ):
-            for _ in range(self._count):
-                group.create_task(self._read(http))
-            try:
-                yield
-            finally:
-                self._stop = True
-
-    async def _read(self, http: httpx.AsyncClient) -> None:
-        body = TEXT | {"max_tokens": 100, "stream": True}
-        while not self._stop:
-            text, last = "", time.monotonic()
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                assert answer.status_code == 200
-                async for line in answer.aiter_lines():
-                    if not line or line == "data: [DONE]":
-                        continue
-                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                    now = time.monotonic()
-                    self.longest_s, last = max(self.longest_s, now - last), now
-            self.answers.append(text)
-
-
-async def flood(url: str, kind: str, count: int, size: int) -> asyncio.subprocess.Process:
-    """Returns when it has begun."""
-    command = ("-m", "tests.vllm.flood", url, kind, str(count), str(size))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"begun\n"
-    return process
-
-
-async def time_of_one(front: Front, kind: str) -> float:
-    """How long such a request takes alone, in s."""
-    began = time.monotonic()
-    await post_bytes(front, *flooding.body(kind, 300_000))
-    return time.monotonic() - began
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("kind", "count", "size", "answers"),
-    [
-        pytest.param("length", 100, 100_000_000, {"413"}, id="100 of 100 MB"),
-        pytest.param("bad messages", 100, 300_000, {"400"}, id="100 of 300 kB bad messages"),
-        pytest.param("slow", 100, 1_000_000, None, id="100 that send a byte now and then"),
-        pytest.param("slow reader", 10, 0, None, id="10 that read their tokens a byte at a time"),
-    ],
-)
-async def test_floods_cost_no_stream_a_token(
-    model: Path, kind: str, count: int, size: int, answers: set[str] | None, no_leaked_tasks
+async def test_a_client_that_does_not_read_costs_no_other_stream_a_token(
+    model: Path, no_leaked_tasks
 ):
-    expected = "".join(chr(97 + i % 26) for i in range(100))
     async with open_front(model, "--max-model-len=1024") as front, listening(front) as (_, url):
-        one_s = await time_of_one(front, "bad messages" if kind == "bad messages" else "text")
-        front.workers.pace_s = 0.005
-        streams = Streams(url, 8)
-        async with streams.reading():
-            while len(streams.answers) < 8:
-                await asyncio.sleep(0.01)
-            process = await flood(url, kind, count, size)
-            try:
-                before = len(streams.answers)
-                if answers is not None:
-                    async with asyncio.timeout(120):
-                        said, _ = await process.communicate()
-                    got = json.loads(said)
-                    assert set(got) <= answers | {"503"} and sum(got.values()) == count, got
-                    assert got[next(iter(answers))] >= count / 2
-                # Until the buffers of slow readers are full.
-                more = 80 if kind == "slow reader" else 16
-                while len(streams.answers) < before + more:
-                    await asyncio.sleep(0.01)
-                if answers is None:
-                    assert process.returncode is None, "they have been refused"
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.communicate()
-        assert set(streams.answers) == {expected}
-        # They wait for one at a time, not for all that are there; first tokens, too.
-        assert streams.longest_s < 1.0 + 4 * one_s, (streams.longest_s, one_s)
+        loop, address = asyncio.get_running_loop(), url.removeprefix("http://").split(":")
+        body = json.dumps(TEXT | {"max_tokens": 1000, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.socket() as slow:
+            slow.setblocking(False)
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least that there is
+            await loop.sock_connect(slow, (address[0], int(address[1])))
+            await loop.sock_sendall(
+                slow, b"%scontent-length: %d\r\n\r\n" % (head, len(body)) + body
+            )
+            await asyncio.wait_for(front.workers.first_token.wait(), 10)
+            async with asyncio.timeout(20), httpx.AsyncClient(base_url=url) as http:
+                for _ in range(20):
+                    answer = await http.post("/v1/completions", json=TEXT | {"stream": True})
+                    assert "".join(e["choices"][0]["text"] for e in events(answer.text)) == "abcde"
+            assert front.intake.in_flight <= 1
         await front.idle()

@@ -40,22 +40,6 @@ class Cached:
         self._pool.free_blocks(reversed(blocks))
 
 
-def test_a_fresh_pool_hands_out_ascending_ids_as_ever():
-    pool = pool_of(100)
-    assert ids(pool.get_new_blocks(30)) == list(range(1, 31))
-    assert ids(pool.get_new_blocks(1)) == [31]
-    assert ids(pool.get_new_blocks(3)) == [32, 33, 34]
-
-
-def test_jobs_of_one_size_get_runs_for_ever():
-    pool = pool_of(128 * 4)
-    cached = Cached(pool)
-    for _ in range(20):
-        taken = pool.get_new_blocks(128)
-        assert ids(taken) == list(range(taken[0].block_id, taken[0].block_id + 128))
-        cached.free(taken)
-
-
 def test_what_was_freed_first_is_evicted_first():
     pool = pool_of(400)
     cached = Cached(pool)

@@ -3,18 +3,16 @@
 import json
 import subprocess
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from vllm.platforms import current_platform
 
-from benchmarks.used_pools import Job
 from gpu_check import __main__, transfers
 from gpu_check import descriptors as descriptors_part
 from gpu_check.bench import Bench
-from gpu_check.descriptors import counts_per_job, descriptors
+from gpu_check.descriptors import descriptors
 from gpu_check.graph import Trial, check, named
 from gpu_check.parts import PARTS
 from gpu_check.report import REPORT, CheckFailed, Figures, Result, line
@@ -38,11 +36,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU he
 def test_pieces_work_in_host_memory(name: str, holds: Callable[[Figures], bool], monkeypatch):
     monkeypatch.setattr(transfers, "_MODEL", (2, 8, 4, 16, 16))
     assert holds(next(part for part in PARTS if part.name == name).run(CPU))
-
-
-def test_descriptors_are_counted_per_job():
-    jobs = [Job([1, 2, 3], [7, 8, 9]), Job([5, 4, 9], [1, 2, 3])]
-    assert counts_per_job(jobs) == [36, 3 * 36]
 
 
 @pytest.mark.heavy
@@ -133,8 +126,3 @@ def test_the_command_prints_json():
     found = json.loads(said.stdout)
     assert [result["outcome"] for result in found["results"]] == ["skipped", "ok"]
     assert found["device"]["missing"] and found["exit_code"] == 2
-
-
-def test_every_part_names_a_function_that_is_there():
-    for each in PARTS:
-        assert callable(getattr(import_module(each.module), each.name))

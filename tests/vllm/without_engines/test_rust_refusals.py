@@ -23,14 +23,12 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.services.frontend.http import url_of
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
-from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.unit.frontend_core import CoreScene, RecordingFailover
 from tests.vllm.graph import MODEL
 from tests.vllm.test_rust_edge import BINARY, NEEDS_BINARY
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_BINARY]
 
-JSON = {"content-type": "application/json"}
 TEXT = {"model": "tiny", "prompt": [70, 71], "max_tokens": 4}
 
 
@@ -119,55 +117,3 @@ async def test_refusals_losses_and_what_is_read_of_the_headers():
 def _text(event: str) -> str:
     choices: Sequence[dict[str, Any]] = json.loads(event).get("choices") or ()
     return "".join(choice["text"] for choice in choices)
-
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-TEMPLATE = {"chat_template": "{{ 1 }}"}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{no JSON"}}
-CALLED = [
-    *(
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    ),
-    {"role": "tool", "tool_call_id": "c", "content": "no"},
-]
-#: Path, body (None: GET) and status of requests that the Python edge answers otherwise.
-OTHER_STATUS: dict[str, tuple[str, Any, int]] = {
-    "a chat template": ("/v1/chat/completions", CHAT | TEMPLATE, 200),
-    "an empty list of tools": ("/v1/chat/completions", CHAT | {"tools": []}, 200),
-    "arguments that are no JSON": ("/v1/chat/completions", CHAT | {"messages": CALLED}, 500),
-    "more tokens than fit": ("/v1/completions", TEXT | {"max_tokens": 1 << 20}, 200),
-    "a budget for thoughts": ("/v1/chat/completions", CHAT | {"thinking_token_budget": 5}, 200),
-    "no choices wanted": ("/v1/completions", TEXT | {"n": 0}, 200),
-    "two choices": ("/v1/completions", TEXT | {"n": 2}, 400),
-    "two prompts": ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400),
-    "an empty bad word": ("/v1/completions", TEXT | {"bad_words": [""]}, 200),
-    "NUL in a regex": ("/v1/completions", TEXT | {"structured_outputs": {"regex": "a\0b"}}, 500),
-    "five stop strings": ("/v1/completions", TEXT | {"stop": ["1", "2", "3", "4", "5"]}, 400),
-    "a number as a string": ("/v1/completions", TEXT | {"temperature": "0"}, 400),
-    "a priority beyond 32 bits": ("/v1/completions", TEXT | {"priority": 2**31}, 400),
-    "a body of 3 MiB": ("/v1/completions", TEXT | {"user": "x" * (3 << 20)}, 200),
-    "a body of 33 MiB": ("/v1/completions", TEXT | {"user": "x" * (33 << 20)}, 400),
-    "half a pair that is not read": ("/detokenize", {"tokens": [1], "x": "\ud800"}, 200),
-    "/live": ("/live", None, 404),
-    "/ping": ("/ping", None, 404),
-    "/dashboard": ("/dashboard", None, 404),
-    "responses": ("/v1/responses", {"model": "tiny", "input": "hi"}, 404),
-    "a wrong method": ("/v1/completions", None, 405),
-}
-
-
-async def _post(http: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:
-    """All but ASCII is escaped, as httpx does not."""
-    return await http.post(path, content=json.dumps(body).encode(), headers=JSON)
-
-
-async def test_the_status_of_each_documented_difference():
-    async with served() as (failover, _, http):
-        for name, (path, body, status) in OTHER_STATUS.items():
-            got = await (http.get(path) if body is None else _post(http, path, body))
-            assert got.status_code == status, f"{name}: {got.text[:200]}"
-        await http.post("/v1/completions", json=TEXT | {"kv_transfer_params": {"a": 1}})
-        assert sampling_from_bytes(failover.submitted[-1].sampling).extra_args is None
-        templated = [m for m in failover.submitted if len(m.prompt_token_ids) == 1]
-        assert len(templated) == 1, "the template is the whole prompt"

@@ -91,16 +91,6 @@ def test_a_header_that_cannot_be_read_is_no_crash(tmp_path: Path, header: bytes)
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"model__safetensors": b"1234"}, {"b__safetensors": b"123"}, {"model__bin": b"123"}],
-    ids=["size", "name", "format"],
-)
-def test_names_and_sizes_count(tmp_path: Path, other: dict[str, bytes]):
-    one = write(tmp_path / "one", model__safetensors=b"123")
-    assert weights_print(*config(one)) != weights_print(*config(write(tmp_path / "two", **other)))
-
-
-@pytest.mark.parametrize(
     ("load_format", "names"),
     [
         ("auto", ["consolidated.safetensors"]),
@@ -123,11 +113,6 @@ def test_the_files_that_vllm_loads_are_those_that_count(
     (folder / "model-2.safetensors").write_bytes(b"second")
     made = weights_print(*config(folder, load_format=load_format))
     assert made == digest([folder / name for name in names])
-
-
-def test_a_model_in_one_file_is_read(tmp_path: Path):
-    file = write(tmp_path, model__gguf=weights(1)) / "model.gguf"
-    assert weights_print(*config(file)) == digest([file])
 
 
 def test_a_model_of_the_hub_is_read_from_its_snapshot(tmp_path: Path):
@@ -159,10 +144,3 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, facts: dict[str, Any], sai
     folder = write(tmp_path / "model", model__safetensors=b"123")
     name = facts.pop("model").replace("FOLDER", str(folder))
     assert weights_print(*config(name, download_dir=str(tmp_path), **facts)) == said
-
-
-def test_an_index_that_is_broken_is_no_crash(tmp_path: Path):
-    folder = write(
-        tmp_path, model__safetensors=b"123", model__safetensors__index__json=b"{not json"
-    )
-    assert weights_print(*config(folder)).startswith(f"not read: {tmp_path.name}, revision default")
