@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.engine.arrivals import schedule_arrivals_at_once
+from dynamo_lite.vllm.engine.arrivals import let_others_pass
 from dynamo_lite.vllm.engine.connector_types import CONNECTOR
 from dynamo_lite.vllm.engine.kv_events import kv_events_config
 from dynamo_lite.vllm.engine.short_first import let_short_pass
@@ -50,7 +50,7 @@ def vllm_config(
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     let_short_pass(config, engine_config)
-    schedule_arrivals_at_once(config, engine_config)
+    let_others_pass(config, engine_config)
     if engine_config is not None:
         check_config(config)
     return config
