@@ -21,7 +21,7 @@ from dynamo_lite.vllm.engine.kv_groups import groups_print
 #: The connector's name for vLLM.
 CONNECTOR = "DynamoLiteConnector"
 #: The fingerprint entries that come from the engine's ranks; the component adds all others.
-KV_LAYOUT, ATTENTION, KV_GROUPS = "kv_layout", "attention", "kv_groups"
+KV_LAYOUT, KV_GROUPS = "kv_layout", "kv_groups"
 
 
 @dataclass
@@ -48,9 +48,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     #: The rank's `RankMetadata` in msgpack.
     rank: bytes
-    #: The memory orders of its blocks, and how they are packed, see `kv_memory.py`.
-    orders: frozenset[str]
-    packings: frozenset[str]
+    #: Those of its layers' blocks, see `kv_memory.py`.
+    layouts: frozenset[str]
 
 
 def engine_metadata(
@@ -59,22 +58,19 @@ def engine_metadata(
     kv_config: KVCacheConfig,
     handshakes: Sequence[KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
-    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT,
-    ATTENTION and KV_GROUPS.
+    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT and
+    KV_GROUPS.
 
     handshakes: in the order of `kv_memory.rank_index`.
     """
     shakes = [shake for shake in handshakes if isinstance(shake, RankHandshake)]
-    orders = {order for shake in shakes for order in shake.orders}
-    packings = {packing for shake in shakes for packing in shake.packings}
+    layouts = {layout for shake in shakes for layout in shake.layouts}
     return EngineMetadata(
         engine_id=config.engine_id,
         lease_id=config.lease_id,
         fingerprint={
-            KV_LAYOUT: " and ".join(sorted(orders)),
-            ATTENTION: " and ".join(sorted(packings)),
-            # Absent with one group, as in metadata of older versions.
-            **({KV_GROUPS: groups} if (groups := groups_print(kv_config)) else {}),
+            KV_LAYOUT: " and ".join(sorted(layouts)),
+            KV_GROUPS: groups_print(kv_config),
         },
         block_size_tokens=block_size_tokens,
         num_blocks=kv_config.num_blocks,
