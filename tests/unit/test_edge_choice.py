@@ -88,11 +88,11 @@ def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path,
     with pytest.raises(StartupError, match="there is no file"):
         find_program(str(tmp_path / "absent"))
     good.chmod(0o644)
-    with pytest.raises(StartupError, match="is not executable: chmod"):
+    with pytest.raises(StartupError, match=r"--version failed: .*Permission denied"):
         check_version(good, installed)
     good.write_text("#!/bin/sh\nexit 3\n")
     good.chmod(0o755)
-    with pytest.raises(StartupError, match="--version ended with exit code 3"):
+    with pytest.raises(StartupError, match=r"--version.* exit status 3"):
         check_version(good, installed)
 
 

@@ -6,26 +6,13 @@ KV is lost do not stand before those whose KV has arrived.
 
 from typing import TYPE_CHECKING, cast
 
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.connector import DynamoLiteConnector
-
-
-def let_others_pass(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of a decode engine, unless the user has set another one."""
-    if engine_config is None or not isinstance(engine_config.role, DecodeEngineConfig):
-        return
-    scheduler = config.scheduler_config
-    if scheduler.scheduler_cls is None:
-        made = AsyncArrivalScheduler if scheduler.async_scheduling else ArrivalScheduler
-        scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
 class _ArrivalMixin(Scheduler):

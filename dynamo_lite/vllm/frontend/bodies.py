@@ -2,10 +2,11 @@
 
 vLLM's app parses and validates a body on the event loop that also serves all streams (0.02
 to 0.3 s per MiB), and tokenizes all prompts in one thread. So each body is received here
-first, and large ones are passed to the app one at a time.
+first, and large ones are passed to the app one at a time, with pauses for the streams.
 """
 
 import asyncio
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -78,6 +79,7 @@ class Bodies:
         self._held = 0
         #: Large requests: one at a time uses the event loop and the tokenizer.
         self._turn = asyncio.Lock()
+        self._resume_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Requests without a body may come without the key, and may not hold memory.
@@ -165,21 +167,29 @@ class Bodies:
     async def _wait_for_turn(self, receive: Receive) -> ExitStack:
         """The turn is over when the result is closed, at the latest after `_MAX_TURN_S`. Raises
         _Refusal if the request times out, _Gone if the client has disconnected."""
-        context = current_context()
-        try:
-            async with asyncio.timeout_at(None if context is None else context.deadline):
-                await self._turn.acquire()
-        except TimeoutError as exc:
-            assert context is not None
-            message = late_message(context.timeout_s)
-            raise _Refusal(HTTPStatus.GATEWAY_TIMEOUT, "Gateway Timeout", message) from exc
+        context, loop = current_context(), asyncio.get_running_loop()
         with ExitStack() as stack:
-            stack.callback(self._turn.release)
+            try:
+                async with asyncio.timeout_at(None if context is None else context.deadline):
+                    await self._turn.acquire()
+                    stack.callback(self._turn.release)
+                    await asyncio.sleep(self._resume_at - loop.time())
+            except TimeoutError as exc:
+                assert context is not None
+                message = late_message(context.timeout_s)
+                raise _Refusal(HTTPStatus.GATEWAY_TIMEOUT, "Gateway Timeout", message) from exc
             if await _has_gone(receive):
                 raise _Gone
+            stack.callback(self._pause, time.thread_time())
             turn = stack.pop_all()
-        turn.callback(asyncio.get_running_loop().call_later(_MAX_TURN_S, turn.close).cancel)
+        turn.callback(loop.call_later(_MAX_TURN_S, turn.close).cancel)
         return turn
+
+    def _pause(self, began_s: float) -> None:
+        """The next turn begins when the event loop has had as much time for the streams as it has
+        computed in this one. began_s: the thread's CPU time at its beginning."""
+        used_s = time.thread_time() - began_s
+        self._resume_at = asyncio.get_running_loop().time() + used_s
 
 
 def _passed_on(body: list[bytes], receive: Receive) -> Receive:

@@ -10,8 +10,11 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
+
+import httpx
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
@@ -201,28 +204,17 @@ class RustProcess:
 
 
 async def _failure(url: str, answer_s: float) -> str:
-    """Why a health request failed; empty if it did not."""
+    """Why a health request failed; empty if it did not. The connection waits in the socket's
+    backlog until the process accepts it."""
     try:
-        async with asyncio.timeout(answer_s):
-            status = await _get_health(url)
+        async with (
+            asyncio.timeout(answer_s),
+            # Not through a proxy of the environment.
+            httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as client,
+        ):
+            status = (await client.get(f"{url}/health")).status_code
     except TimeoutError:
         return f"timeout: it has not answered a health request within {answer_s:g} s"
-    except (OSError, ValueError) as exc:  # ValueError: a line without an end
-        return f"its health request failed: {exc}"
-    return "" if status == b"200" else f"it answered {status!r} on /health"
-
-
-async def _get_health(url: str) -> bytes:
-    """The status; the connection waits in the socket's backlog until the process accepts it.
-
-    Raises OSError, and ValueError for a line without an end.
-    """
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        if not (line := await reader.readline()):
-            raise ConnectionResetError("it closed the connection without an answer")
-        return line.split(b" ")[1] if line.count(b" ") > 1 else line
-    finally:
-        writer.close()
+    except httpx.HTTPError as exc:
+        return f"its health request failed: {exc!r}"
+    return "" if status == HTTPStatus.OK else f"it answered {status} on /health"

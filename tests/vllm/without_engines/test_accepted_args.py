@@ -143,7 +143,6 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: SectionKind):
         ("frontend", "tensor-parallel-size", 2, "sections of the workers"),
         ("frontend", "gpu-memory-utilization", 0.5, "sections of the workers"),
         ("frontend", "max-num-seqs", 2, "sections of the workers"),
-        ("frontend", "ssl-keyfile", "key.pem", "does nothing without ssl-certfile"),
         ("frontend", "max-lora-rank", 8, "sections of the workers"),
         ("engine", "stream-interval", 2, "section of the Frontend"),
         ("engine", "disable-log-stats", True, "section of the Frontend"),

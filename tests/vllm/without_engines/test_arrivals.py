@@ -10,31 +10,10 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.followers import BLOCK, Steps
 from dynamo_lite.disagg.attempts.ledger import Ended, Outcome, Release
-from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.vllm.engine import arrivals, connector
-from dynamo_lite.vllm.engine.arrivals import let_others_pass
 from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
 
 DECODE, PREFILL = engine_config(DECODE_ROLE), engine_config(PREFILL_ROLE)
-
-
-@pytest.mark.parametrize(
-    ("overlapping", "own", "role", "expected"),
-    [
-        (False, None, DECODE, f"{arrivals.__name__}.ArrivalScheduler"),
-        (True, None, DECODE, f"{arrivals.__name__}.AsyncArrivalScheduler"),
-        (False, "mine.Own", DECODE, "mine.Own"),
-        (False, None, PREFILL, None),
-        (False, None, None, None),
-    ],
-)
-def test_decode_engines_get_the_scheduler(
-    overlapping: bool, own: str | None, role: EngineConfig | None, expected: str | None
-):
-    scheduler = SimpleNamespace(async_scheduling=overlapping, scheduler_cls=own)
-    made: Any = SimpleNamespace(scheduler_config=scheduler)
-    let_others_pass(made, role)
-    assert scheduler.scheduler_cls == expected
 
 
 @pytest.mark.parametrize("scheduler", [None, f"{arrivals.__name__}.AsyncArrivalScheduler"])
