@@ -49,9 +49,10 @@ def process(folder: Path, text: str, sockets: list[socket.socket], **options: An
     path.write_text(text)
     path.chmod(0o755)
     http, inputs, outputs = sockets
-    return RustProcess(
-        path, http=http, inputs=inputs, outputs=outputs, arguments={"model_tag": "m"}, **options
-    )
+    arguments = {"model_tag": "m"}
+    rust = RustProcess(path, http=http, inputs=inputs, outputs=outputs, arguments=arguments)
+    vars(rust).update(options)
+    return rust
 
 
 async def test_it_is_ready_when_it_answers_and_killed_at_the_end(

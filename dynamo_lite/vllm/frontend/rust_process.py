@@ -23,15 +23,7 @@ from dynamo_lite.runtime.tasks import OwnedTasks, first_of
 logger = logging.getLogger(__name__)
 
 _READY_S = 300.0
-_END_S = 3.0
 _LINE_BYTES = 1 << 20
-
-#: Pause between two health requests, and timeout of one.
-_PERIOD_S = 3.0
-_ANSWER_S = 3.0
-#: After this many failed health requests in a row, about 30 s without an answer, it is killed.
-#: They are counted, so that a pause of this process is one failure at most.
-_MOST_FAILURES = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 #: `(RustFrontend pid=9) INFO 11-22 13:34:20 [hf.rs:227] text`
@@ -46,9 +38,15 @@ class RustProcess:
 
     binary: `vllm-rs`. http: the bound socket of the HTTP server. inputs, outputs: listening
     sockets for the engine-core protocol. arguments: of `vllm serve`, by name in snake_case.
-    period_s, answer_s: pause between two health requests, and timeout of one. most_failures: how
-    many of them may fail in a row. end_s: how long it may take to end.
     """
+
+    #: Pause between two health requests, and timeout of one.
+    period_s, answer_s = 3.0, 3.0
+    #: After this many failed health requests in a row, about 30 s without an answer, it is killed.
+    #: They are counted, so that a pause of this process is one failure at most.
+    most_failures = 5
+    #: How long it may take to end.
+    end_s = 3.0
 
     def __init__(
         self,
@@ -58,13 +56,7 @@ class RustProcess:
         inputs: socket.socket,
         outputs: socket.socket,
         arguments: Mapping[str, Any],
-        period_s: float = _PERIOD_S,
-        answer_s: float = _ANSWER_S,
-        most_failures: int = _MOST_FAILURES,
-        end_s: float = _END_S,
     ):
-        self._period_s, self._answer_s, self._end_s = period_s, answer_s, end_s
-        self._most_failures = most_failures
         self._sockets = (http, inputs, outputs)
         self._command = [
             str(binary),
@@ -131,7 +123,7 @@ class RustProcess:
             nonlocal failure
             if failure := await _failure(url, _READY_S):
                 # If the process is ending, its code and its last lines say more.
-                await asyncio.sleep(self._end_s)
+                await asyncio.sleep(self.end_s)
 
         await first_of(self._process.wait(), ask())
         if self.ended:
@@ -159,11 +151,11 @@ class RustProcess:
     async def _check_health(self, url: str) -> None:
         """Returns in a drain, and when too many health requests have failed."""
         failures = 0
-        while failures < self._most_failures:
-            await asyncio.sleep(self._period_s)
+        while failures < self.most_failures:
+            await asyncio.sleep(self.period_s)
             if self._draining:
                 return
-            before, self.unhealthy = self.unhealthy, await _failure(url, self._answer_s)
+            before, self.unhealthy = self.unhealthy, await _failure(url, self.answer_s)
             failures = failures + 1 if self.unhealthy else 0
             if self.unhealthy and not before:
                 logger.warning("vllm-rs is unhealthy: %s", self.unhealthy)
@@ -178,10 +170,10 @@ class RustProcess:
             return
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(grace_s + self._end_s):
+            async with asyncio.timeout(grace_s + self.end_s):
                 await self._process.wait()
         except TimeoutError:
-            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + self._end_s)
+            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + self.end_s)
 
     def __str__(self) -> str:
         return "; ".join(self._last_lines) or "it has logged nothing"
