@@ -43,7 +43,7 @@ _REASONS = {
         "vLLM's Rust frontend has no access log; remove it",
     ),
 }
-#: The Frontend's own options that must have their defaults.
+#: The Frontend's own options that must have their defaults, or be off.
 _PYTHON_ONLY = {
     "dashboard": "/dashboard is served by the Python edge only",
     "adapter_folder": _NO_ADAPTERS,
@@ -89,7 +89,7 @@ def obstacles(
     return found + [
         Obstacle(key.replace("_", "-"), reason)
         for key, reason in _PYTHON_ONLY.items()
-        if options[key] != defaults[key]
+        if options[key] not in (defaults[key], False)
     ]
 
 

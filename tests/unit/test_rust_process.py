@@ -104,7 +104,7 @@ RESET = (
         (f"{RESET}; sys.exit(3)", "vllm-rs ended with code 3"),
         ("connection.close(); sys.exit(3)", "vllm-rs ended with code 3"),
         (f"{RESET}; signal.pause()", "vllm-rs is not ready: its health request failed: ReadError"),
-        ("connection.send(b'x' * 100000); signal.pause()", "its health request failed: Remote"),
+        ("connection.send(b'x' * 200000); signal.pause()", "its health request failed: Remote"),
     ],
 )
 async def test_a_health_request_that_breaks_fails_the_start(
