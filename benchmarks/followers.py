@@ -43,7 +43,7 @@ BLOCK, _CACHED_BLOCKS, _NEW_BLOCKS = 32, 1024, 32
 _STEPS = 300
 _STOCK = "vllm.v1.core.sched.scheduler.Scheduler"
 #: A step with followers divided by one without.
-_TARGET = 1.1
+_TARGET = 2.0
 
 
 class Steps:

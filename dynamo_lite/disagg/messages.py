@@ -26,8 +26,6 @@ class DecodeStep:
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.
     poll: bool = False
-    #: For how long the ranks are to wait for KV, in a step that computes nothing; 0: not at all.
-    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -247,16 +247,8 @@ def _described(region: KvRegion) -> str:
     if region.head_bytes:
         heads = heads_of(region)
         text = f"heads {heads.start} to {heads.stop - 1} of {region.head_bytes} bytes each"
-    if not region.arrays:
-        return f"{text}, in an order that is not known"
-    return f"{text}, {region.tokens} tokens of {_items(region)}"
-
-
-def _items(region: KvRegion) -> str:
-    return " and ".join(
-        f"{array.items} x {array.item_bytes} bytes per {array.group_tokens}"
-        for array in region.arrays
-    )
+    order = f"{region.tokens} tokens" if region.arrays else "in an order that is not known"
+    return f"{text}, {order}"
 
 
 def _same_block(one: KvRegion, other: KvRegion) -> bool:

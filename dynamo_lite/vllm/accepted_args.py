@@ -12,7 +12,6 @@ SectionKind = Literal["engine", "frontend"]
 
 _ENGINES = "it has no effect in this section: set it in the sections of the workers"
 _ONE_PROCESS = "the number of Frontend processes is Frontend.ServiceArgs.workers"
-_NO_LORA = "LoRA adapters of this kind are not served here; remove it"
 
 #: Groups of vLLM's parser that describe an engine.
 _ENGINE_GROUPS = frozenset(
@@ -39,24 +38,18 @@ def _table(keys_by_reason: dict[str, str]) -> dict[str, str]:
 
 _BOTH = _table(
     {
-        "what it makes the engine produce is not sent to clients here; remove it": (
+        "it is not supported here; remove it": (
             "enable-return-routed-experts return-sampling-mask per-request-spec-decode-metrics"
-        ),
-        "a worker has metrics of its own, without these; remove it": (
-            "kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics enable-mfu-metrics"
+            " kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics enable-mfu-metrics"
+            " default-mm-loras enable-tower-connector-lora enable-mixed-moe-lora-format"
+            " enable-moe-shared-loras aggregate-engine-logging watermark-config grpc grpc-port"
+            " enable-flash-late-interaction"
         ),
         "engines are not put to sleep here: that would take their KV memory away from transfers;"
         " remove it": (
             "enable-sleep-mode sleep-mode-offload-cudagraph sleep-preserve-parameter-names"
         ),
-        _NO_LORA: (
-            "default-mm-loras enable-tower-connector-lora enable-mixed-moe-lora-format"
-            " enable-moe-shared-loras"
-        ),
         _ONE_PROCESS: "data-parallel-multi-port-external-lb data-parallel-start-rank",
-        "there is one engine per worker; remove it": "aggregate-engine-logging",
-        "answers have no watermark here: vLLM's front half asks for it, and is in another process;"
-        " remove it": "watermark-config",
     }
 )
 _FRONTEND = _table(
@@ -71,10 +64,8 @@ _FRONTEND = _table(
         "the Frontend's logs are set by --log-format and --verbose, and VLLM_LOGGING_LEVEL": (
             "logging-config log-level log-config-file"
         ),
-        "gRPC is not served here; remove it": "grpc grpc-port",
         "write its keys into this section": "config",
         "the Frontend listens on TCP: set host and port": "uds",
-        "pooling models are not served here; remove it": "enable-flash-late-interaction",
         "the time of a drain is Graph.grace-s": "shutdown-timeout",
         "traces are Graph.otlp-endpoint": "otlp-traces-endpoint collect-detailed-traces",
     }

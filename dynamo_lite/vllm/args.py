@@ -15,11 +15,9 @@ from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, TypedDict
 
-from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.process.imports import import_large
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.accepted_args import groups_of, refusal
-from dynamo_lite.vllm.http_options import tls_options
 
 #: The message about a key that vLLM does not have.
 UNKNOWN_KEY = "unknown key"
@@ -87,23 +85,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
                 mistakes.append(
                     {"section": section, "key": key, "message": message, "nearest": nearest}
                 )
-        if kind == "frontend":
-            mistakes += _tls_mistakes(section, content["args"])
     return mistakes
-
-
-def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:
-    try:
-        tls_options(args)
-    except ConfigError as exc:
-        parts = (mistake.partition(": ") for mistake in exc.mistakes)
-        return [
-            {"section": section, "key": key, "message": message, "nearest": []}
-            for key, _, message in parts
-        ]
-    except (TypeError, ValueError):
-        return []  # a wrong type: `_judge` has reported it
-    return []
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:

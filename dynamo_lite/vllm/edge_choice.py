@@ -33,16 +33,22 @@ _CARRIED = frozenset(
 )
 _NOT_THERE = "vLLM's Rust frontend does not have it"
 _KEYS = "vLLM's Rust frontend leaves /tokenize, /detokenize and /load open to everyone"
+_NO_ADAPTERS = "LoRA adapters are served by the Python edge only"
 _REASONS = {
     "api-key": _KEYS,
-    **dict.fromkeys(
-        ("enable-lora", "lora-modules"), "LoRA adapters are served by the Python edge only"
-    ),
+    **dict.fromkeys(("enable-lora", "lora-modules"), _NO_ADAPTERS),
     **dict.fromkeys(TLS_KEYS, "TLS is served by the Python edge only"),
     **dict.fromkeys(
         ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
         "vLLM's Rust frontend has no access log; remove it",
     ),
+}
+#: The Frontend's own options that must have their defaults, or be off.
+_PYTHON_ONLY = {
+    "dashboard": "/dashboard is served by the Python edge only",
+    "adapter_folder": _NO_ADAPTERS,
+    "max_body_bytes": "vLLM's Rust frontend has a limit of its own",
+    "max_request_timeout_s": "vLLM's Rust frontend does not read the header x-request-timeout",
 }
 
 
@@ -80,16 +86,11 @@ def obstacles(
         found.append(
             Obstacle("ServiceArgs.workers", "several Frontends share a port as Python edges only")
         )
-    if options["dashboard"]:
-        found.append(Obstacle("dashboard", "/dashboard is served by the Python edge only"))
-    if options["adapter_folder"] is not None:
-        found.append(Obstacle("adapter-folder", "LoRA adapters are served by the Python edge only"))
-    if options["max_body_bytes"] is not None:
-        found.append(Obstacle("max-body-bytes", "vLLM's Rust frontend has a limit of its own"))
-    if options["max_request_timeout_s"] != defaults["max_request_timeout_s"]:
-        reason = "vLLM's Rust frontend does not read the header x-request-timeout"
-        found.append(Obstacle("max-request-timeout-s", reason))
-    return found
+    return found + [
+        Obstacle(key.replace("_", "-"), reason)
+        for key, reason in _PYTHON_ONLY.items()
+        if options[key] not in (defaults[key], False)
+    ]
 
 
 def find_program(given: str | None, vllm: str) -> Path:
@@ -121,9 +122,12 @@ def check_version(program: Path, vllm: str) -> None:
     serve."""
     if why := no_rust_edge(vllm):
         raise StartupError(why)
-    ended = _run(program, "--version")
-    if ended.returncode:
-        raise StartupError(f"{program} --version ended with exit code {ended.returncode}")
+    try:
+        ended = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_RUN_S, check=True
+        )
+    except (OSError, UnicodeDecodeError, subprocess.SubprocessError) as exc:
+        raise StartupError(f"{program} --version failed: {exc}") from exc
     said = ended.stdout.split()
     if len(said) != 2 or said[0] != PROGRAM:
         raise StartupError(f"{program} is not {PROGRAM}: --version prints {' '.join(said[:4])!r}")
@@ -132,17 +136,3 @@ def check_version(program: Path, vllm: str) -> None:
         raise StartupError(
             f"{program} has version {said[1]}, the installed vLLM {wanted}: run scripts/get_vllm_rs"
         )
-
-
-def _run(program: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Raises StartupError."""
-    try:
-        return subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=_RUN_S, check=False
-        )
-    except PermissionError as exc:
-        raise StartupError(f"{program} is not executable: chmod +x {program}") from exc
-    except subprocess.TimeoutExpired as exc:
-        raise StartupError(f"{program} {arguments[0]} did not end within {_RUN_S:g} s") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise StartupError(f"{program} {arguments[0]} failed: {exc}") from exc

@@ -89,23 +89,7 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
             f"The request id may have at most {MAX_REQUEST_ID} characters, all of them printable",
             parameter="request_id",
         )
-    # -1 means the whole vocabulary; only the worker knows its size, see `generation`.
-    if (asked := params.prompt_logprobs or 0) > 0:
-        tokens = len(request.prompt_token_ids or ())
-        if too_many := _too_many_logprobs(tokens, asked):
-            raise VLLMValidationError(too_many, parameter="prompt_logprobs")
     return params
-
-
-def _too_many_logprobs(tokens: int, asked: int) -> str | None:
-    """Why log-probabilities of `asked` candidates per prompt token are too large to be sent."""
-    size = LogprobRows.size_of(tokens, asked + 1)
-    if size <= MAX_DELTA_BYTES:
-        return None
-    return (
-        f"prompt_logprobs of {asked} for this prompt are {size} bytes; at most"
-        f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt"
-    )
 
 
 def generation(
@@ -130,10 +114,7 @@ def generation(
         sampling.verify(model, speculation, None, None)
     except (ProtocolError, VLLMError, ValueError) as exc:
         raise Refused(str(exc), elsewhere=False) from exc
-    if sampling.prompt_logprobs == -1:
-        tokens = len(request.prompt_token_ids)
-        if too_many := _too_many_logprobs(tokens, model.get_vocab_size()):
-            raise Refused(too_many, elsewhere=False)
+    _check_logprobs(sampling.prompt_logprobs, len(request.prompt_token_ids), model)
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
     prompt, inputs = request.prompt_token_ids, Inputs()
@@ -246,6 +227,18 @@ def _continue_after(generated: int, sampling: SamplingParams) -> None:
         sampling.prompt_logprob_start = None
         # vLLM sets this for prompts with log-probabilities, which are not needed any more.
         sampling.skip_reading_prefix_cache = False
+
+
+def _check_logprobs(asked: int | None, tokens: int, model: ModelConfig) -> None:
+    """asked: candidates for each of the prompt's tokens; -1 is the whole vocabulary."""
+    candidates = model.get_vocab_size() if asked == -1 else asked or 0
+    size = LogprobRows.size_of(tokens, candidates + 1)
+    if candidates and size > MAX_DELTA_BYTES:
+        raise Refused(
+            f"prompt_logprobs of {candidates} for this prompt are {size} bytes; at most"
+            f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt",
+            elsewhere=False,
+        )
 
 
 def _check_prompt(prompt: Sequence[int], model: ModelConfig) -> None:

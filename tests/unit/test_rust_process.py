@@ -48,9 +48,10 @@ def process(folder: Path, text: str, sockets: list[socket.socket], **options: An
     path.write_text(text)
     path.chmod(0o755)
     http, inputs, outputs = sockets
-    return RustProcess(
-        path, http=http, inputs=inputs, outputs=outputs, arguments={"model_tag": "m"}, **options
-    )
+    arguments = {"model_tag": "m"}
+    rust = RustProcess(path, http=http, inputs=inputs, outputs=outputs, arguments=arguments)
+    vars(rust).update(options)
+    return rust
 
 
 async def test_a_start_that_fails_is_reported_with_its_last_lines(
@@ -91,14 +92,8 @@ RESET = (
     [
         (f"{RESET}; sys.exit(3)", "vllm-rs ended with code 3"),
         ("connection.close(); sys.exit(3)", "vllm-rs ended with code 3"),
-        (
-            f"{RESET}; signal.pause()",
-            "vllm-rs is not ready: its health request failed: .*reset by peer",
-        ),
-        (
-            "connection.send(b'x' * 100000); signal.pause()",
-            "its health request failed: .*exceed the limit",
-        ),
+        (f"{RESET}; signal.pause()", "vllm-rs is not ready: its health request failed: ReadError"),
+        ("connection.send(b'x' * 200000); signal.pause()", "its health request failed: Remote"),
     ],
 )
 async def test_a_health_request_that_breaks_fails_the_start(
@@ -158,7 +153,7 @@ async def test_a_process_that_reports_an_error_is_unhealthy(
     tmp_path: Path, sockets: list[socket.socket]
 ):
     async with process(tmp_path, SERVER.replace("STATUS", "503"), sockets, **QUICK) as rust:
-        with pytest.raises(RuntimeError, match="vllm-rs was killed: it answered b'503'"):
+        with pytest.raises(RuntimeError, match="vllm-rs was killed: it answered 503"):
             await rust.run(url_of(sockets[0]))
 
 

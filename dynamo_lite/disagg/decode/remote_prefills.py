@@ -40,8 +40,6 @@ class RemotePrefills:
         #: By attempt, from the request for a remote prefill until it has ended and its blocks are
         #: released.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        #: When the last remote prefill was requested.
-        self.last_asked_at = 0.0
         #: When remote prefills were requested, since the last reading of the queue, and their
         #: tokens.
         self._asked: deque[tuple[float, int]] = deque()
@@ -119,7 +117,6 @@ class RemotePrefills:
         prefill.hashes = hashes
         for key in hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
-        self.last_asked_at = now
         self._asked.append((now, awaited_tokens))
         self._by_attempt[attempt] = prefill
         self.jobs += 1

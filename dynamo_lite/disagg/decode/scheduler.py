@@ -183,11 +183,6 @@ class DecodeScheduler:
             self._events.append(lambda ledger: ledger.finished(attempt))
 
     @property
-    def awaits_kv_s(self) -> float | None:
-        """Seconds since the last remote prefill was requested; None if no request waits for KV."""
-        return None if self.prefills.jobs == 0 else self._now() - self.prefills.last_asked_at
-
-    @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
         return bool(self._message.give_up or self._events or self.prefills.unsettled)

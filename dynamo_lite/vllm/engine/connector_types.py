@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from dynamo_lite.disagg.engine_config import EngineConfig
@@ -22,7 +21,7 @@ from dynamo_lite.vllm.engine.kv_groups import groups_print
 #: The connector's name for vLLM.
 CONNECTOR = "DynamoLiteConnector"
 #: The fingerprint entries that come from the engine's ranks; the component adds all others.
-KV_LAYOUT, ATTENTION, KV_GROUPS = "kv_layout", "attention", "kv_groups"
+KV_LAYOUT, KV_GROUPS = "kv_layout", "kv_groups"
 
 
 @dataclass
@@ -30,13 +29,6 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler half to the worker halves, each step."""
 
     step: DecodeStep | PrefillStep
-
-
-def step_of(metadata: KVConnectorMetadata | None) -> DecodeStep | PrefillStep | None:
-    """Ours in a step's metadata, which may have another connector's beside it."""
-    if isinstance(metadata, MultiKVConnectorMetadata):
-        metadata = metadata.metadata[0]
-    return metadata.step if isinstance(metadata, StepMetadata) else None
 
 
 @dataclass
@@ -56,9 +48,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     #: The rank's `RankMetadata` in msgpack.
     rank: bytes
-    #: The memory orders of its blocks, and how they are packed, see `kv_memory.py`.
-    orders: frozenset[str]
-    packings: frozenset[str]
+    #: Those of its layers' blocks, see `kv_memory.py`.
+    layouts: frozenset[str]
 
 
 def engine_metadata(
@@ -67,22 +58,19 @@ def engine_metadata(
     kv_config: KVCacheConfig,
     handshakes: Sequence[KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
-    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT,
-    ATTENTION and KV_GROUPS.
+    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT and
+    KV_GROUPS.
 
     handshakes: in the order of `kv_memory.rank_index`.
     """
     shakes = [shake for shake in handshakes if isinstance(shake, RankHandshake)]
-    orders = {order for shake in shakes for order in shake.orders}
-    packings = {packing for shake in shakes for packing in shake.packings}
+    layouts = {layout for shake in shakes for layout in shake.layouts}
     return EngineMetadata(
         engine_id=config.engine_id,
         lease_id=config.lease_id,
         fingerprint={
-            KV_LAYOUT: " and ".join(sorted(orders)),
-            ATTENTION: " and ".join(sorted(packings)),
-            # Absent with one group, as in metadata of older versions.
-            **({KV_GROUPS: groups} if (groups := groups_print(kv_config)) else {}),
+            KV_LAYOUT: " and ".join(sorted(layouts)),
+            KV_GROUPS: groups_print(kv_config),
         },
         block_size_tokens=block_size_tokens,
         num_blocks=kv_config.num_blocks,

@@ -12,10 +12,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.vllm.engine.arrivals import schedule_arrivals_at_once
+from dynamo_lite.vllm.engine.arrivals import ArrivalScheduler, AsyncArrivalScheduler
 from dynamo_lite.vllm.engine.connector_types import CONNECTOR
 from dynamo_lite.vllm.engine.kv_events import kv_events_config
-from dynamo_lite.vllm.engine.short_first import let_short_pass
+from dynamo_lite.vllm.engine.short_first import AsyncShortFirst, ShortFirst
 from dynamo_lite.vllm.engine.supported import WITHOUT, check_config
 
 #: Also the name of vLLM's own, see there.
@@ -49,11 +49,21 @@ def vllm_config(
         args.kv_events_config = kv_events_config()
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    let_short_pass(config, engine_config)
-    schedule_arrivals_at_once(config, engine_config)
     if engine_config is not None:
+        if config.scheduler_config.scheduler_cls is None:
+            config.scheduler_config.scheduler_cls = _scheduler(config, engine_config)
         check_config(config)
     return config
+
+
+def _scheduler(config: VllmConfig, engine_config: EngineConfig) -> str:
+    """The name of our scheduler for the engine."""
+    decodes = isinstance(engine_config.role, DecodeEngineConfig)
+    plain, overlapping = (
+        (ArrivalScheduler, AsyncArrivalScheduler) if decodes else (ShortFirst, AsyncShortFirst)
+    )
+    made = overlapping if config.scheduler_config.async_scheduling else plain
+    return f"{made.__module__}.{made.__name__}"
 
 
 def transfer_config(

@@ -16,7 +16,7 @@ from dynamo_lite.transfer.sharding import join
 from dynamo_lite.vllm.engine.weights import weights_print
 
 #: Entries that may differ if both engines' regions tell where the bytes of each token are.
-_OF_BLOCKS = {"block_size", "kv_layout", "attention"}
+_OF_BLOCKS = {"block_size", "kv_layout"}
 
 #: Keys of a model's configuration, at any depth, that tell where it was found or what wrote it,
 #: or that have an entry of their own in the fingerprint.

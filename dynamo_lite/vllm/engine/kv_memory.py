@@ -1,8 +1,6 @@
 """Registers one rank's KV tensors as memory for transfers, and describes their layout."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 
 import torch
 from vllm.config import VllmConfig
@@ -16,13 +14,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from dynamo_lite.disagg.prefill.staging import OpenTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import block_order, region_of_tensor
 from dynamo_lite.vllm.engine.block_arrays import block_arrays, packing
 from dynamo_lite.vllm.engine.kv_groups import specs_of
-from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
 _HEADS_DIM, _DIMENSIONS = 1, 4
@@ -50,26 +46,15 @@ def preferred_layout(config: VllmConfig) -> str | None:
     return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
 
 
-@dataclass(frozen=True)
-class KvMemory:
-    """A rank's registered KV memory."""
-
-    rank: RankMetadata
-    #: The orders of bytes inside its layers' blocks.
-    orders: frozenset[str]
-    #: How its layers' attention kernels pack them.
-    packings: frozenset[str]
-    #: Makes staging memory on the same device.
-    open_transposer: OpenTransposer
-
-
 def register(
     kv_caches: Mapping[str, torch.Tensor],
     mover: Mover,
     config: VllmConfig,
     kv_config: KVCacheConfig,
-) -> KvMemory:
-    """Raises ValueError with the layer's name for a layout that is not supported.
+) -> tuple[RankMetadata, frozenset[str]]:
+    """Returns the rank's memory, and the layouts of its layers' blocks: their orders of bytes, and
+    how their kernels pack them. Raises ValueError with the layer's name for a layout that is not
+    supported.
 
     Layers that share KV have the same tensor, which is registered once. Those of different groups
     may lie at the same address, too: each has blocks of its own there.
@@ -77,8 +62,7 @@ def register(
     specs, rank_in_stage = specs_of(kv_config), get_tensor_model_parallel_rank()
     tokens = config.cache_config.block_size
     regions: list[KvRegion] = []
-    orders: set[str] = set()
-    packings: set[str] = set()
+    layouts: set[str] = set()
     taken: set[tuple[int | None, int]] = set()
     for layer, tensor in kv_caches.items():
         group, spec = specs.get(layer, (0, None))
@@ -87,7 +71,6 @@ def register(
         if (group if spec else None, at) in taken:
             continue
         taken |= {(group, at), (None, at)}
-        packings.add(packing(layer, config))
         heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:
             heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
@@ -108,18 +91,22 @@ def register(
             group=group,
         )
         regions.append(region)
-        orders.add(block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim))
+        order = block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim)
+        layouts.add(f"{packing(layer, config)} {order}".lstrip())
     tensors = list(kv_caches.values())
     memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
     device = tensors[0].device.index or 0
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    spans = [(start, storage.nbytes()) for start, storage in storages.items()]
+    spans = [(storage.data_ptr(), storage.nbytes()) for storage in storages_of(tensors)]
     mover.register(sorted(spans), memory, device)
-    rank = RankMetadata(
-        agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
-    )
-    transposer = partial(TorchTransposer, list(storages.values()))
-    return KvMemory(rank, frozenset(orders), frozenset(packings), transposer)
+    agent = mover.metadata()
+    rank = RankMetadata(agent=agent, memory=memory, device=device, regions=tuple(regions))
+    return rank, frozenset(layouts)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The memory in which they are, each once."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage.data_ptr(): storage for storage in found}.values())
 
 
 def first_head(

@@ -19,8 +19,9 @@ from dynamo_lite.transfer.base import Mover, PollLimit
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine.connector_types import RankHandshake
-from dynamo_lite.vllm.engine.kv_memory import rank_index, register
+from dynamo_lite.vllm.engine.kv_memory import rank_index, register, storages_of
 from dynamo_lite.vllm.engine.supported import refusal_recorded
+from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,21 +69,21 @@ def open_rank(
         mover = open_mover(config, index, device, limit)
         on_failure.callback(mover.close)
         with refusal_recorded(config_file):
-            kv = register(kv_caches, mover, vllm_config, kv_cache_config)
+            own, layouts = register(kv_caches, mover, vllm_config, kv_cache_config)
         if isinstance(role, PrefillEngineConfig):
             rank = PrefillRank(
                 mover,
-                kv.rank,
+                own,
                 index,
                 CellReader(Path(role.cells_path)).until,
                 move_s=_MOVE * config.lease_ttl_s,
                 limit=limit,
-                open_transposer=kv.open_transposer,
+                open_transposer=partial(TorchTransposer, storages_of(kv_caches.values())),
             )
         else:
-            rank = DecodeRank(mover, kv.rank)
+            rank = DecodeRank(mover, own)
         on_failure.pop_all()
-    return OpenedRank(rank, RankHandshake(encode(kv.rank), kv.orders, kv.packings), mover)
+    return OpenedRank(rank, RankHandshake(encode(own), layouts), mover)
 
 
 def open_mover(config: EngineConfig, rank: int, device: torch.device, limit: PollLimit) -> Mover:

@@ -7,7 +7,6 @@ running requests do when a step's tokens are used up. They keep their blocks and
 
 from collections.abc import Iterator
 
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,7 +15,6 @@ from vllm.v1.request import Request, RequestStatus
 from dynamo_lite.disagg.decision.lanes import BEFORE_LONG, lane_of
 from dynamo_lite.disagg.engine_config import (
     ENGINE_CONFIG_FILE,
-    EngineConfig,
     PrefillEngineConfig,
     read_engine_config,
 )
@@ -25,17 +23,6 @@ from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
 #: Long prompts skip at most this many steps in a row. If skipping did not help, none is skipped
 #: for the second number of steps.
 _PATIENCE_STEPS, _VAIN_STEPS = 32, 8
-
-
-def let_short_pass(config: VllmConfig, engine_config: EngineConfig | None) -> None:
-    """Sets the scheduler of a prefill engine, unless the user has set another one."""
-    role = None if engine_config is None else engine_config.role
-    if not isinstance(role, PrefillEngineConfig):
-        return
-    scheduler = config.scheduler_config
-    if scheduler.scheduler_cls is None:
-        made = AsyncShortFirst if scheduler.async_scheduling else ShortFirst
-        scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
 class _ShortFirstMixin(Scheduler):

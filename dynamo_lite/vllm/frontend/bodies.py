@@ -6,7 +6,7 @@ first, and large ones are passed to the app one at a time, with pauses for the s
 """
 
 import asyncio
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -49,49 +49,8 @@ class BodyLimits:
     body_s: float = 60.0
 
 
-#: The longest pause after a turn, and the longest turn: a prompt's media may be downloaded in it,
-#: from a slow host.
-_MAX_PAUSE_S, _MAX_TURN_S = 5.0, 2.0
-#: Iterations of the event loop in which the app parses a body: middleware may pass it on through
-#: several callbacks.
-_ITERATIONS = 4
-
-
-class _Turns:
-    """Turns of large requests: one at a time uses the event loop and the tokenizer, in order of
-    arrival. After each there is a pause as long as the turn has blocked the event loop."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._resume_at = 0.0
-
-    async def wait(self) -> ExitStack:
-        """Waits for the caller's turn, which is over when the result is closed, at the latest after
-        `_MAX_TURN_S`."""
-        loop = asyncio.get_running_loop()
-        await self._lock.acquire()
-        with ExitStack() as stack:
-            stack.callback(self._lock.release)
-            if (pause_s := self._resume_at - loop.time()) > 0:
-                await asyncio.sleep(pause_s)
-            turn = stack.pop_all()
-        turn.callback(loop.call_later(_MAX_TURN_S, turn.close).cancel)
-        return turn
-
-    def measure(self) -> None:
-        """The app has the body: measures how long it blocks the event loop from here on."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-
-        def later(iterations: int) -> None:
-            if iterations:
-                loop.call_soon(later, iterations - 1)
-            else:
-                now = loop.time()
-                pause_s = min(now - began, _MAX_PAUSE_S)
-                self._resume_at = max(self._resume_at, now + pause_s)
-
-        loop.call_soon(later, _ITERATIONS)
+#: The longest turn: a prompt's media may be downloaded in it, from a slow host.
+_MAX_TURN_S = 2.0
 
 
 class _Refusal(Exception):
@@ -118,7 +77,9 @@ class Bodies:
     def __init__(self, app: ASGIApp, limits: BodyLimits):
         self._app, self._limits = app, limits
         self._held = 0
-        self._turns = _Turns()
+        #: Large requests: one at a time uses the event loop and the tokenizer.
+        self._turn = asyncio.Lock()
+        self._resume_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Requests without a body may come without the key, and may not hold memory.
@@ -130,13 +91,8 @@ class Bodies:
             return await _refuse(refusal, receive, send)
         except _Gone:
             return
-        if turn is None:
-            return await self._app(scope, _passed_on(body, receive, lambda: None), send)
-
-        def read() -> None:
-            self._turns.measure()
-            if (context := current_context()) is not None:
-                context.on_placing = turn.close
+        if (context := current_context()) is not None:
+            context.on_placing = turn.close
 
         async def answer(message: Message) -> None:
             turn.close()
@@ -144,17 +100,18 @@ class Bodies:
 
         # Until the request is sent to a worker or the answer begins, it is parsed and tokenized.
         with turn:
-            await self._app(scope, _passed_on(body, receive, read), answer)
+            await self._app(scope, _passed_on(body, receive), answer)
 
-    async def _accept(self, scope: Scope, receive: Receive) -> tuple[list[bytes], ExitStack | None]:
-        """Returns the body in a list, and the turn of a large one. Raises _Refusal, _Gone."""
+    async def _accept(self, scope: Scope, receive: Receive) -> tuple[list[bytes], ExitStack]:
+        """Returns the body in a list, and what ends the turn of a large one. Raises _Refusal,
+        _Gone."""
         body = _Body()
         try:
             await self._receive(scope, receive, body)
             whole = b"".join(body.chunks)
             body.chunks.clear()
             large = body.size >= self._limits.large_bytes
-            return [whole], await self._wait_for_turn(receive) if large else None
+            return [whole], await self._wait_for_turn(receive) if large else ExitStack()
         finally:
             # Free the memory before more is read from a refused client.
             body.chunks.clear()
@@ -208,31 +165,39 @@ class Bodies:
         )
 
     async def _wait_for_turn(self, receive: Receive) -> ExitStack:
-        """Raises _Refusal if the request times out, _Gone if the client has disconnected."""
-        context = current_context()
-        try:
-            async with asyncio.timeout_at(None if context is None else context.deadline):
-                turn = await self._turns.wait()
-        except TimeoutError as exc:
-            assert context is not None
-            message = late_message(context.timeout_s)
-            raise _Refusal(HTTPStatus.GATEWAY_TIMEOUT, "Gateway Timeout", message) from exc
-        try:
+        """The turn is over when the result is closed, at the latest after `_MAX_TURN_S`. Raises
+        _Refusal if the request times out, _Gone if the client has disconnected."""
+        context, loop = current_context(), asyncio.get_running_loop()
+        with ExitStack() as stack:
+            try:
+                async with asyncio.timeout_at(None if context is None else context.deadline):
+                    await self._turn.acquire()
+                    stack.callback(self._turn.release)
+                    await asyncio.sleep(self._resume_at - loop.time())
+            except TimeoutError as exc:
+                assert context is not None
+                message = late_message(context.timeout_s)
+                raise _Refusal(HTTPStatus.GATEWAY_TIMEOUT, "Gateway Timeout", message) from exc
             if await _has_gone(receive):
                 raise _Gone
-        except BaseException:
-            turn.close()
-            raise
+            stack.callback(self._pause, time.thread_time())
+            turn = stack.pop_all()
+        turn.callback(loop.call_later(_MAX_TURN_S, turn.close).cancel)
         return turn
 
+    def _pause(self, began_s: float) -> None:
+        """The next turn begins when the event loop has had as much time for the streams as it has
+        computed in this one. began_s: the thread's CPU time at its beginning."""
+        used_s = time.thread_time() - began_s
+        self._resume_at = asyncio.get_running_loop().time() + used_s
 
-def _passed_on(body: list[bytes], receive: Receive, on_read: Callable[[], None]) -> Receive:
+
+def _passed_on(body: list[bytes], receive: Receive) -> Receive:
     """Receives the body in one message. Takes it from the list, so that it can be freed."""
 
     async def passed_on() -> Message:
         if not body:
             return await receive()
-        on_read()
         return {"type": "http.request", "body": body.pop(), "more_body": False}
 
     return passed_on
@@ -250,11 +215,7 @@ async def _has_gone(receive: Receive) -> bool:
 async def _refuse(refusal: _Refusal, receive: Receive, send: Send) -> None:
     """Refuses the request; if its body is incomplete, makes the server close the connection, so
     that the rest is not read into memory."""
-    early = refusal.status in (
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    )
+    early = refusal.status is not HTTPStatus.GATEWAY_TIMEOUT
     headers = ((b"connection", b"close"),) if early else ()
 
     async def answer(message: Message) -> None:

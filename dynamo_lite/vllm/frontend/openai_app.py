@@ -6,9 +6,7 @@ templates, tools and error bodies are vLLM's.
 """
 
 import asyncio
-import hashlib
 import logging
-import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,20 +16,20 @@ from typing import NoReturn
 
 import vllm.envs as envs
 from fastapi import FastAPI
-from starlette.datastructures import State
+from starlette.datastructures import Headers, State
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import VLLMError
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.vllm.frontend.edge import Edge
@@ -44,7 +42,7 @@ from dynamo_lite.vllm.frontend.graph_adapters import (
     add_routes,
 )
 from dynamo_lite.vllm.frontend.intake import OpenIntake
-from dynamo_lite.vllm.frontend.refusal import header, refuse
+from dynamo_lite.vllm.frontend.refusal import refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
@@ -175,13 +173,12 @@ async def open_app(
     default_timeout_s: float = 600.0,
     max_timeout_s: float = 3600.0,
     max_body_bytes: int | None = None,
-    tracer: Tracer | None = None,
     adapters: AdapterStore | None = None,
 ) -> AsyncIterator[OpenAiApp]:
     """Runs the app while the context is open. Raises ConfigError or StartupError.
 
     open_intake: called once.
-    default_timeout_s, max_timeout_s, tracer: for each request, see `Edge`.
+    default_timeout_s, max_timeout_s: for each request, see `Edge`.
     max_body_bytes: largest body of a request; None for the result of `body_limit`.
     adapters: where those are recorded that clients load; None: they may load none.
     """
@@ -224,7 +221,6 @@ async def open_app(
                 _guarded(app, keys, args.root_path or "", max_body_bytes),
                 default_timeout_s=default_timeout_s,
                 max_timeout_s=max_timeout_s,
-                tracer=tracer,
             ),
             state=app.state,
             client=client,
@@ -238,21 +234,23 @@ async def open_app(
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready", "/metrics", "/version"})
 
 
-class KeyGuard:
-    """ASGI middleware: every route but `OPEN_PATHS` requires a key.
+class KeyGuard(AuthenticationMiddleware):
+    """Every route but `OPEN_PATHS` requires a key.
 
     vLLM's own middleware only protects a few prefixes, and its app has other routes that take
     prompts (`/tokenize`). Here the open routes are listed, so routes that a new version adds are
-    protected. keys: the accepted ones, at least one. root_path: that of the app.
+    protected. root_path: that of the app.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = ""):
-        self._app, self._root_path = app, root_path.rstrip("/")
-        self._keys = [_digest(key.encode()) for key in keys]
+    def __init__(self, app: ASGIApp, keys: list[str], root_path: str = ""):
+        super().__init__(app, keys)
+        self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._open(scope) or self._has_key(scope):
-            return await self._app(scope, receive, send)
+        if scope["type"] == "lifespan" or self._open(scope):
+            return await self.app(scope, receive, send)
+        if self.verify_token(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
         await refuse(
             send,
             HTTPStatus.UNAUTHORIZED,
@@ -270,15 +268,3 @@ class KeyGuard:
         return method in ("GET", "HEAD") and (
             path in OPEN_PATHS or path.removeprefix(self._root_path) in OPEN_PATHS
         )
-
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        given = _digest(key.strip())
-        # Compares all keys, so that the time does not depend on which one matches.
-        return any([secrets.compare_digest(given, wanted) for wanted in self._keys])
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -20,11 +20,8 @@ class RequestContext:
     deadline: float
     #: The client's session id.
     session: str | None = None
-    #: None if the request is not traced.
+    #: The client's span; None if it has named none.
     trace: TraceContext | None = None
-    #: Whether `trace` is the span of the HTTP request, which another part records. Otherwise it
-    #: is the span of the only sequence.
-    http_span: bool = True
     #: With which a sequence has ended, or was refused.
     error: VLLMError | None = None
     #: Called each time before a sequence is sent to a worker.

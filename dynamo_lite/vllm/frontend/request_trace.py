@@ -37,11 +37,13 @@ class RequestTraces:
     ) -> GenerateRequest:
         """Opens the span of a sequence; returns the message with the trace headers for workers.
 
-        http: the HTTP request of the sequence; None without one.
+        http: the HTTP request of the sequence, whose client's trace it continues; None without
+        one: then it is not traced.
         """
-        if http is None or (above := http.trace) is None:
+        context = None if http is None else self._tracer.begin(http.trace)
+        if http is None or context is None:
             return msgspec.structs.replace(request, trace_headers=None)
-        context, parent = (above.child(), above.span_id) if http.http_span else (above, "")
+        parent = "" if http.trace is None else http.trace.span_id
         entry = self._open[request.request_id] = _Open(context, parent, time.monotonic())
         entry.attributes[SpanAttributes.GEN_AI_REQUEST_ID] = request.request_id
         entry.attributes[SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS] = len(request.prompt_token_ids)

@@ -26,7 +26,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.tasks import OwnedTasks
-from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 from dynamo_lite.vllm.wire import error_output, output_or_error
@@ -51,8 +50,8 @@ class RustCore:
     """The engine of one Rust frontend. An async context manager: leaving it ends its tasks.
 
     send: never blocks. causal: whether the model is. timeout_s: time limit of a request, from its
-    frame to its last token. tracer: None without tracing. `on_deltas` and `on_ended` are the
-    callbacks of the intake's failover client.
+    frame to its last token. `on_deltas` and `on_ended` are the callbacks of the intake's failover
+    client.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class RustCore:
         *,
         causal: bool,
         timeout_s: float,
-        tracer: Tracer | None = None,
     ):
         self._intake, self._send, self._check_grammar = intake, send, check_grammar
-        self._causal, self._timeout_s, self._tracer = causal, timeout_s, tracer
+        self._causal, self._timeout_s = causal, timeout_s
         #: The tasks of requests whose grammar is being checked.
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._requests = MsgpackDecoder(EngineCoreRequest)
@@ -157,8 +155,6 @@ class RustCore:
             self._timeout_s,
             deadline=now + self._timeout_s,
             session=(request.session_id or "")[:MAX_SESSION] or None,
-            trace=None if self._tracer is None else self._tracer.begin(None),
-            http_span=False,
         )
 
     async def _abort(self, request_ids: list[str]) -> None:

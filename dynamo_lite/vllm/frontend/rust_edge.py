@@ -20,7 +20,6 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm import compat
 from dynamo_lite.vllm.frontend.grammar_check import GrammarCheck
 from dynamo_lite.vllm.frontend.intake import OpenIntake
@@ -79,12 +78,11 @@ async def open_rust_edge(
     *,
     timeout_s: float,
     grace_s: float,
-    tracer: Tracer | None = None,
 ) -> AsyncIterator[RustEdge]:
     """Serves HTTP while the context is open. Raises ConfigError or StartupError.
 
-    flags: of `vllm serve`. sock: bound; url: where it is. open_intake: called once. timeout_s,
-    tracer: see `RustCore`. grace_s: longest drain.
+    flags: of `vllm serve`. sock: bound; url: where it is. open_intake: called once. timeout_s:
+    see `RustCore`. grace_s: longest drain.
     """
     args = parse_args(flags)
     # In a thread: a model from the hub may have to be downloaded first.
@@ -109,7 +107,6 @@ async def open_rust_edge(
             grammars.check,
             causal=is_causal(config.model_config),
             timeout_s=timeout_s,
-            tracer=tracer,
         )
         taking = running(sockets.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:

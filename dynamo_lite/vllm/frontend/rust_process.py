@@ -10,8 +10,11 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
+
+import httpx
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
@@ -20,15 +23,7 @@ from dynamo_lite.runtime.tasks import OwnedTasks, first_of
 logger = logging.getLogger(__name__)
 
 _READY_S = 300.0
-_END_S = 3.0
 _LINE_BYTES = 1 << 20
-
-#: Pause between two health requests, and timeout of one.
-_PERIOD_S = 3.0
-_ANSWER_S = 3.0
-#: After this many failed health requests in a row, about 30 s without an answer, it is killed.
-#: They are counted, so that a pause of this process is one failure at most.
-_MOST_FAILURES = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 #: `(RustFrontend pid=9) INFO 11-22 13:34:20 [hf.rs:227] text`
@@ -43,9 +38,15 @@ class RustProcess:
 
     binary: `vllm-rs`. http: the bound socket of the HTTP server. inputs, outputs: listening
     sockets for the engine-core protocol. arguments: of `vllm serve`, by name in snake_case.
-    period_s, answer_s: pause between two health requests, and timeout of one. most_failures: how
-    many of them may fail in a row. end_s: how long it may take to end.
     """
+
+    #: Pause between two health requests, and timeout of one.
+    period_s, answer_s = 3.0, 3.0
+    #: After this many failed health requests in a row, about 30 s without an answer, it is killed.
+    #: They are counted, so that a pause of this process is one failure at most.
+    most_failures = 5
+    #: How long it may take to end.
+    end_s = 3.0
 
     def __init__(
         self,
@@ -55,13 +56,7 @@ class RustProcess:
         inputs: socket.socket,
         outputs: socket.socket,
         arguments: Mapping[str, Any],
-        period_s: float = _PERIOD_S,
-        answer_s: float = _ANSWER_S,
-        most_failures: int = _MOST_FAILURES,
-        end_s: float = _END_S,
     ):
-        self._period_s, self._answer_s, self._end_s = period_s, answer_s, end_s
-        self._most_failures = most_failures
         self._sockets = (http, inputs, outputs)
         self._command = [
             str(binary),
@@ -128,7 +123,7 @@ class RustProcess:
             nonlocal failure
             if failure := await _failure(url, _READY_S):
                 # If the process is ending, its code and its last lines say more.
-                await asyncio.sleep(self._end_s)
+                await asyncio.sleep(self.end_s)
 
         await first_of(self._process.wait(), ask())
         if self.ended:
@@ -156,11 +151,11 @@ class RustProcess:
     async def _check_health(self, url: str) -> None:
         """Returns in a drain, and when too many health requests have failed."""
         failures = 0
-        while failures < self._most_failures:
-            await asyncio.sleep(self._period_s)
+        while failures < self.most_failures:
+            await asyncio.sleep(self.period_s)
             if self._draining:
                 return
-            before, self.unhealthy = self.unhealthy, await _failure(url, self._answer_s)
+            before, self.unhealthy = self.unhealthy, await _failure(url, self.answer_s)
             failures = failures + 1 if self.unhealthy else 0
             if self.unhealthy and not before:
                 logger.warning("vllm-rs is unhealthy: %s", self.unhealthy)
@@ -175,10 +170,10 @@ class RustProcess:
             return
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(grace_s + self._end_s):
+            async with asyncio.timeout(grace_s + self.end_s):
                 await self._process.wait()
         except TimeoutError:
-            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + self._end_s)
+            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + self.end_s)
 
     def __str__(self) -> str:
         return "; ".join(self._last_lines) or "it has logged nothing"
@@ -201,28 +196,17 @@ class RustProcess:
 
 
 async def _failure(url: str, answer_s: float) -> str:
-    """Why a health request failed; empty if it did not."""
+    """Why a health request failed; empty if it did not. The connection waits in the socket's
+    backlog until the process accepts it."""
     try:
-        async with asyncio.timeout(answer_s):
-            status = await _get_health(url)
+        async with (
+            asyncio.timeout(answer_s),
+            # Not through a proxy of the environment.
+            httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as client,
+        ):
+            status = (await client.get(f"{url}/health")).status_code
     except TimeoutError:
         return f"timeout: it has not answered a health request within {answer_s:g} s"
-    except (OSError, ValueError) as exc:  # ValueError: a line without an end
-        return f"its health request failed: {exc}"
-    return "" if status == b"200" else f"it answered {status!r} on /health"
-
-
-async def _get_health(url: str) -> bytes:
-    """The status; the connection waits in the socket's backlog until the process accepts it.
-
-    Raises OSError, and ValueError for a line without an end.
-    """
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        if not (line := await reader.readline()):
-            raise ConnectionResetError("it closed the connection without an answer")
-        return line.split(b" ")[1] if line.count(b" ") > 1 else line
-    finally:
-        writer.close()
+    except httpx.HTTPError as exc:
+        return f"its health request failed: {exc!r}"
+    return "" if status == HTTPStatus.OK else f"it answered {status} on /health"

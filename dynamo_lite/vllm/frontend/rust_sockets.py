@@ -8,10 +8,10 @@ requests.
 
 import logging
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 import msgspec
@@ -32,24 +32,22 @@ class RustSockets:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
+        folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="dynamo-lite-")))
+        self._paths = folder / "inputs", folder / "outputs"
+        context = zmq.asyncio.Context()
+        self._stack.callback(context.destroy, linger=0)
+        self._requests = context.socket(zmq.DEALER)
+        self._requests.identity = _IDENTITY
+        # Not an asyncio socket: its sends never wait, because nothing limits its queue.
+        self._results = zmq.Context(context).socket(zmq.PUSH)
+        self._stack.callback(self._results.close, linger=0)
+        for sock in (self._requests, self._results):
+            sock.set_hwm(0)
+        self.inputs, self.outputs = (
+            self._stack.enter_context(_listener(path)) for path in self._paths
+        )
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-lite-"))
-            self._paths = [Path(folder) / name for name in ("inputs", "outputs")]
-            self.inputs, self.outputs = (
-                stack.enter_context(_listener(path)) for path in self._paths
-            )
-            self._context = zmq.asyncio.Context()
-            stack.callback(self._context.destroy, linger=0)
-            self._requests = self._context.socket(zmq.DEALER)
-            self._requests.identity = _IDENTITY
-            # Not an asyncio socket: its sends never wait, because nothing limits its queue.
-            self._results = zmq.Context(self._context).socket(zmq.PUSH)
-            stack.callback(self._results.close, linger=0)
-            for sock in (self._requests, self._results):
-                sock.set_hwm(0)
-            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""A decode engine's steps that compute nothing: how they wait for KV, and what follows them."""
+"""A decode engine's scheduler: what waits for KV does not hold up others."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,109 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from benchmarks.followers import BLOCK, Steps
 from dynamo_lite.disagg.attempts.ledger import Ended, Outcome, Release
-from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
 from dynamo_lite.vllm.engine import arrivals, connector
-from dynamo_lite.vllm.engine.arrivals import (
-    ArrivalScheduler,
-    AsyncArrivalScheduler,
-    arrival_wait_s,
-    schedule_arrivals_at_once,
-    wait_for_arrival,
-    waits_in_steps,
-)
-from dynamo_lite.vllm.engine.connector_types import StepMetadata
 from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
 
 DECODE, PREFILL = engine_config(DECODE_ROLE), engine_config(PREFILL_ROLE)
-
-
-@pytest.mark.parametrize(
-    ("arrives_at", "looks", "waited_s"),
-    # New requests and aborts are looked at between two steps only, so the wait ends.
-    [(1, 1, 0.0), (3, 3, 0.0004), (1000, 6, 0.001)],
-)
-def test_a_wait_ends_with_the_look_that_finds_kv(arrives_at: int, looks: int, waited_s: float):
-    left, slept = iter(range(1, 2000)), [0.0]
-    rank: Any = SimpleNamespace(poll=lambda: next(left) >= arrives_at)
-    wait_for_arrival(rank, 0.001, now=lambda: sum(slept), sleep=slept.append)
-    assert next(left) == looks + 1 and sum(slept) == pytest.approx(waited_s, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("away_s", "wait_s"),
-    [(None, 0.0), (0.0, 0.001), (0.1, 0.001), (0.2, 0.002), (0.5, 0.005), (60.0, 0.005)],
-)
-def test_a_wait_is_a_small_part_of_the_time_away(away_s: float | None, wait_s: float):
-    assert arrival_wait_s(away_s) == pytest.approx(wait_s)
-
-
-@pytest.mark.parametrize(
-    ("step", "sleeps"),
-    [(DecodeStep(wait_s=0.001), False), (DecodeStep(poll=True), True), (PrefillStep(), True)],
-)
-def test_vllm_does_not_sleep_after_a_step_that_has_waited(monkeypatch, step: Any, sleeps: bool):
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: "outputs"})
-    output: Any = SimpleNamespace(
-        total_num_scheduled_tokens=0, kv_connector_metadata=StepMetadata(step)
-    )
-    scheduler = ArrivalScheduler.__new__(ArrivalScheduler)
-    assert scheduler.update_from_output(output, None) == {0: "outputs"}  # type: ignore[arg-type]
-    assert (output.total_num_scheduled_tokens == 0) is sleeps
-
-
-def config(scheduler: Any = None, **other: Any) -> Any:
-    """scheduler: what `scheduler-cls` names."""
-    made = {
-        "max_concurrent_batches": 1,
-        "scheduler_config": SimpleNamespace(
-            async_scheduling=False,
-            scheduler_cls=scheduler,
-            get_scheduler_cls=lambda: scheduler or Scheduler,
-        ),
-        "parallel_config": SimpleNamespace(data_parallel_size=1),
-        "speculative_config": None,
-    }
-    return SimpleNamespace(**{**made, **other})
-
-
-@pytest.mark.parametrize(
-    ("overlapping", "own", "role", "expected"),
-    [
-        (False, None, DECODE, f"{arrivals.__name__}.ArrivalScheduler"),
-        (True, None, DECODE, f"{arrivals.__name__}.AsyncArrivalScheduler"),
-        (False, "mine.Own", DECODE, "mine.Own"),
-        (False, None, PREFILL, None),
-        (False, None, None, None),
-    ],
-)
-def test_decode_engines_get_the_scheduler(
-    overlapping: bool, own: str | None, role: EngineConfig | None, expected: str | None
-):
-    made = config(own)
-    made.scheduler_config.async_scheduling = overlapping
-    schedule_arrivals_at_once(made, role)
-    assert made.scheduler_config.scheduler_cls == expected
-
-
-@pytest.mark.parametrize(
-    ("made", "waits"),
-    [
-        (config(ArrivalScheduler), True),
-        (config(AsyncArrivalScheduler), False),
-        (config(Scheduler), False),
-        (config(ArrivalScheduler, max_concurrent_batches=2), False),
-        (config(ArrivalScheduler, speculative_config=object()), False),
-        (config(ArrivalScheduler, parallel_config=SimpleNamespace(data_parallel_size=2)), False),
-    ],
-)
-def test_steps_wait_only_where_vllm_does_not_sleep_after_them(made: Any, waits: bool):
-    assert waits_in_steps(made) is waits
 
 
 @pytest.mark.parametrize("scheduler", [None, f"{arrivals.__name__}.AsyncArrivalScheduler"])

@@ -39,7 +39,7 @@ def routes(front: Front) -> list[tuple[str, str]]:
     """Every method and path that the app answers."""
     app = front.app.asgi
     while not hasattr(app, "routes"):
-        app = app._app
+        app = getattr(app, "_app", None) or app.app
     return [
         (method, route.path)
         for route in app.routes

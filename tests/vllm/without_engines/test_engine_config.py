@@ -13,7 +13,7 @@ from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.engine.engine_config import own_counts, vllm_config
 from dynamo_lite.vllm.engine.multi_connector import MultiConnector
-from tests.builders import PREFILL_ROLE, engine_config
+from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
 
 LINK = engine_config(PREFILL_ROLE)
 
@@ -64,6 +64,33 @@ def test_a_connector_of_the_user_is_beside_ours(model: Path):
     alone = made(model, None, f"--kv-transfer-config={json.dumps(given)}")
     assert alone.kv_transfer_config.kv_connector == "SimpleCPUOffloadConnector"
     assert own_counts(alone, {"hits": 2}) == {}
+
+
+@pytest.mark.parametrize(
+    ("link", "overlapping", "name"),
+    [
+        (engine_config(DECODE_ROLE), False, "arrivals.ArrivalScheduler"),
+        (engine_config(DECODE_ROLE), True, "arrivals.AsyncArrivalScheduler"),
+        (LINK, False, "short_first.ShortFirst"),
+        (LINK, True, "short_first.AsyncShortFirst"),
+        (None, False, None),
+    ],
+)
+def test_an_engine_with_a_link_gets_a_scheduler_unless_it_has_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch, link: Any, overlapping: bool, name: str | None
+):
+    create = AsyncEngineArgs.create_engine_config
+
+    def overlap(args: AsyncEngineArgs, context: UsageContext) -> Any:
+        config = create(args, context)
+        config.scheduler_config.async_scheduling = overlapping
+        return config
+
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", overlap)
+    expected = None if name is None else f"dynamo_lite.vllm.engine.{name}"
+    assert made(model, link).scheduler_config.scheduler_cls == expected
+    own = made(model, link, "--scheduler-cls=mine.Own").scheduler_config.scheduler_cls
+    assert own == "mine.Own"
 
 
 @pytest.mark.parametrize(

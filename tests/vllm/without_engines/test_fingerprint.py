@@ -55,7 +55,7 @@ DIFFERENT = [
     pytest.param(Shape(heads_first=False), {"kv_layout": "[32, 4 heads, 64]"}, id="layout"),
     pytest.param(
         Shape(tensor=2, pipeline=2, tokens=64, heads_first=False),
-        {"block_size": "64", "kv_layout": "[64, 2 heads, 64]", "attention": "other"},
+        {"block_size": "64", "kv_layout": "[64, 2 heads, 64]"},
         id="all",
     ),
 ]

@@ -84,12 +84,12 @@ def test_layers_of_different_groups_at_one_address_are_all_registered(
     tensors = {"full": attention, "shared": attention, "window": attention, "state": state}
     tensors["unnamed"] = attention  # uses another layer's KV
     mover = cast("Any", MemoryMover(MemoryFabric(), "rank"))
-    regions = register(tensors, mover, config(1, 2), KVCacheConfig(8, [], groups)).rank.regions
-    assert [(region.layer, region.group) for region in regions] == [
+    rank, _ = register(tensors, mover, config(1, 2), KVCacheConfig(8, [], groups))
+    assert [(region.layer, region.group) for region in rank.regions] == [
         ("full", 0),
         ("window", 1),
         ("state", 2),
     ]
-    assert {region.base for region in regions} == {attention.data_ptr()}
-    assert (regions[2].block_bytes, regions[2].head_bytes) == (32, 32)
-    assert regions[2].stride_bytes == regions[0].stride_bytes
+    assert {region.base for region in rank.regions} == {attention.data_ptr()}
+    assert (rank.regions[2].block_bytes, rank.regions[2].head_bytes) == (32, 32)
+    assert rank.regions[2].stride_bytes == rank.regions[0].stride_bytes

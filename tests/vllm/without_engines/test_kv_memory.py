@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.vllm.engine import kv_memory
 from dynamo_lite.vllm.engine.connector_types import RankHandshake, engine_metadata
-from dynamo_lite.vllm.engine.kv_memory import KvMemory, first_head, register
+from dynamo_lite.vllm.engine.kv_memory import first_head, register
 from tests.twins.mover import MemoryFabric, MemoryMover
 
 
@@ -80,7 +80,7 @@ BLOCKS, HEADS, TOKENS, VALUES = 5, 3, 32, 64
 def registered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_memory, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def take(tensors: dict[str, torch.Tensor], heads: int, layers: Any = None) -> KvMemory:
+    def take(tensors: dict[str, torch.Tensor], heads: int, layers: Any = None) -> Any:
         group = KVCacheGroupSpec(list(tensors), spec(heads))
         kv_config = KVCacheConfig(BLOCKS, [], [group])
         mover = cast("Any", MemoryMover(MemoryFabric(), "rank"))
@@ -106,8 +106,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 def test_heads_are_found_by_their_bytes_whatever_a_value_takes(registered, dtype):
     """Quantised KV has values of one byte."""
     tensor = filled((BLOCKS, HEADS, TOKENS, VALUES), dtype)
-    kv = registered({"layer": tensor}, HEADS)
-    [region] = kv.rank.regions
+    kv, _ = registered({"layer": tensor}, HEADS)
+    [region] = kv.regions
     assert region.block_bytes == tensor[0].numel() * tensor.element_size()
     for block in range(BLOCKS):
         start = region.base + block * region.stride_bytes
@@ -122,20 +122,20 @@ def test_an_engine_names_the_attention_backend_that_vllm_has_chosen(registered):
     backend = SimpleNamespace(get_name=lambda: "TRITON_MLA")
     layer = SimpleNamespace(get_attn_backend=lambda: backend)
     tensor = filled((BLOCKS, 16, 576), torch.bfloat16)
-    kv = registered({"layer": tensor}, 1, {"layer": layer})
+    kv, layouts = registered({"layer": tensor}, 1, {"layer": layer})
     own = cast("Any", SimpleNamespace(engine_id="e", lease_id=1))
-    shakes = [RankHandshake(encode(kv.rank), kv.orders, kv.packings)] * 2
+    shakes = [RankHandshake(encode(kv), layouts)] * 2
     kv_config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec(1))])
     metadata = engine_metadata(own, TOKENS, kv_config, shakes)
-    assert "kv_groups" not in metadata.fingerprint, "as in older versions"
-    assert metadata.fingerprint["attention"] == "TRITON_MLA"
+    assert metadata.fingerprint["kv_groups"] == ""
+    assert metadata.fingerprint["kv_layout"] == "TRITON_MLA [16, 576]/[576, 1]"
 
 
 def test_latent_kv_has_no_heads(registered):
     """As MLA's: tokens of one vector each, the same on all ranks."""
     tensor = filled((BLOCKS, 16, 576), torch.bfloat16)
-    kv = registered({"layer": tensor}, 1)
-    [region] = kv.rank.regions
+    kv, _ = registered({"layer": tensor}, 1)
+    [region] = kv.regions
     assert (region.block_bytes, region.head_bytes) == (16 * 576 * 2, 0)
     third = region.base + 2 * region.stride_bytes
     assert ctypes.string_at(third, region.block_bytes) == raw(tensor[2])
@@ -143,8 +143,8 @@ def test_latent_kv_has_no_heads(registered):
 
 def test_layers_that_share_their_kv_are_written_once(registered):
     first, second = (filled((BLOCKS, HEADS, TOKENS, VALUES), torch.bfloat16) for _ in range(2))
-    kv = registered({"0": first, "1": second, "2": first, "3": second}, HEADS)
-    assert [region.layer for region in kv.rank.regions] == ["0", "1"]
+    kv, _ = registered({"0": first, "1": second, "2": first, "3": second}, HEADS)
+    assert [region.layer for region in kv.regions] == ["0", "1"]
 
 
 def view_of(raw: torch.Tensor, layout: KVCacheLayout, heads: int, kernel_tokens: int):
@@ -169,17 +169,17 @@ def test_the_blocks_of_a_kernel_are_grouped_into_those_of_the_manager(
     raw_kv = torch.arange(BLOCKS * page // 4, dtype=torch.float32).view(torch.int8)
     view = view_of(raw_kv, layout, heads, kernel_tokens)
     assert view.shape[0] == BLOCKS * each
-    kv = registered({"l": view}, heads)
-    [region] = kv.rank.regions
+    kv, layouts = registered({"l": view}, heads)
+    [region] = kv.regions
     assert (region.base, region.stride_bytes, region.block_bytes) == (view.data_ptr(), page, page)
     whole = raw_kv.view(torch.float32).view(BLOCKS, -1)
     for block in range(BLOCKS):
         # So does vLLM's block table map them.
         of_kernel = view[block * each : (block + 1) * each]
         assert set(of_kernel.flatten().tolist()) == set(whole[block].tolist())
-    unsplit = registered({"l": view_of(raw_kv, layout, heads, TOKENS)}, heads)
+    _, unsplit = registered({"l": view_of(raw_kv, layout, heads, TOKENS)}, heads)
     same_order = layout is KVCacheLayout.LBNHC or heads == 1
-    assert (kv.orders == unsplit.orders) is same_order
+    assert (layouts == unsplit) is same_order
     # Its heads can be cut out of a block only where each lies in one piece.
     assert (region.head_bytes > 0) is (heads == 1)
 

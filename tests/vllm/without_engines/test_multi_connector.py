@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from dynamo_lite.disagg.messages import DecodeStep
-from dynamo_lite.vllm.engine.connector_types import StepMetadata, step_of
+from dynamo_lite.vllm.engine.connector_types import StepMetadata
 from dynamo_lite.vllm.engine.multi_connector import MultiConnector
 from dynamo_lite.vllm.engine.steps import filling_blocks
 
@@ -118,7 +118,7 @@ def test_blocks_that_a_prefill_worker_fills_are_not_saved_any_more():
     made = multi.build_connector_meta(None)
     assert first.steps == [True], "its job waits for the saves to end"
     assert isinstance(made, MultiKVConnectorMetadata) and made.metadata[1] is second.metadata
-    assert isinstance(step_of(made), DecodeStep)
+    assert isinstance(made.metadata[0], StepMetadata)
 
 
 def test_what_the_other_one_loads_is_saved_as_ever():

@@ -64,13 +64,14 @@ def message(output: list[int] | None = None, **params: Any) -> GenerateRequest:
 
 def test_prompt_logprobs_that_no_connection_takes_are_refused_before_the_work():
     params = SamplingParams(temperature=0, prompt_logprobs=20)
+    model = cast("ModelConfig", SimpleNamespace(**vars(MODEL) | {"max_model_len": 300_000}))
     for tokens, fits in ((131_072, True), (200_000, False)):
-        request = core_request(params, prompt_token_ids=[1] * tokens)
+        sent, _ = generate_request(core_request(params, prompt_token_ids=[1] * tokens), 2.5)
         if fits:
-            generate_request(request, 2.5)
+            generation(sent, model)
             continue
-        with pytest.raises(VLLMValidationError, match="ask for fewer"):
-            generate_request(request, 2.5)
+        with pytest.raises(Refused, match="ask for fewer"):
+            generation(sent, model)
 
 
 def test_prompt_logprobs_of_the_whole_vocabulary_are_limited_by_its_size(monkeypatch):

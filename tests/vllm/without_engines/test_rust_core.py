@@ -51,7 +51,6 @@ class Scene(CoreScene):
             check or _no_grammar,
             causal=True,
             timeout_s=timeout_s,
-            tracer=tracer,
         )
 
     async def take(self, kind: EngineCoreRequestType, content: Any) -> None:

@@ -98,7 +98,6 @@ class Frontend:
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,
-                tracer=host.tracer,
                 adapters=adapters,
             )
         )
@@ -118,7 +117,6 @@ class Frontend:
                 partial(self._dispatcher.open_intake, host),
                 timeout_s=self._timeout_s(),
                 grace_s=self._spec.grace_s,
-                tracer=host.tracer,
             )
         )
 
