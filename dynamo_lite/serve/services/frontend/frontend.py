@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
@@ -22,17 +21,15 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, client_of, relay
 
 if TYPE_CHECKING:
-    from httpx import AsyncClient
     from starlette.types import ASGIApp
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
-#: How much later than a request's own limit the HTTP edge may answer the Processor.
-_LATE_S = 5.0
+#: What the app does, as the component Processor: chat template, tokens, text.
+_PROCESSOR = ("chat/completions", "completions")
 
 
 class Frontend:
@@ -62,22 +59,16 @@ class Frontend:
             # Its process has a copy. With this one open, connections would wait here in a drain.
             sock.close()
             host.spawn(app.process.run(url), "vLLM's Rust frontend")
-            client = client_of(url)
         else:
             host.progress("loading the tokenizer and the OpenAI app")
             self._app = app = python = await self._open_app(host)
-            client = client_of(app.asgi, app.api_key)
-        await self._stack.enter_async_context(client)
         await host.register("http", stream=address)
-        await self._serve_processor(host, client, app.served_model)
+        for endpoint in _PROCESSOR:
+            await host.register(endpoint, component="Processor", model=app.served_model)
         if python is not None:
             # Last: a failure after this would break accepted requests.
             url = await self._serve_http(host, python, sock)
         return {"url": url, "model": app.served_model, "asks_key": app.api_key is not None}
-
-    def _timeout_s(self) -> float:
-        """The limit of a request that names none."""
-        return min(self._config.default_request_timeout_s, self._config.max_request_timeout_s)
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
         # After the checks of the port and of etcd, because it takes seconds.
@@ -117,7 +108,7 @@ class Frontend:
                 sock,
                 url,
                 partial(self._dispatcher.open_intake, host),
-                timeout_s=self._timeout_s(),
+                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
                 grace_s=self._spec.grace_s,
                 tracer=host.tracer,
             )
@@ -147,17 +138,6 @@ class Frontend:
         )
         await self._stack.enter_async_context(observer)
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
-
-    async def _serve_processor(self, host: Host, client: "AsyncClient", model: str) -> None:
-        relayed = partial(relay, client, self._timeout_s() + _LATE_S, on_drop=host.drops)
-        for endpoint in ENDPOINTS:
-            subject = names.endpoint_subject(
-                self._spec.namespace, "Processor", endpoint, host.lease.id
-            )
-            await self._stack.enter_async_context(
-                host.messaging.serve(subject, partial(relayed, endpoint))
-            )
-            await host.register(endpoint, component="Processor", model=model)
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open responses may finish within `grace_s`, then they are
