@@ -224,11 +224,6 @@ def as_next_try(at: float | None) -> str:
     return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def as_clock(at: float) -> str:
-    """Time of day, with milliseconds. at: seconds since the epoch."""
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
-
-
 def _endpoint(value: bytes) -> EndpointRecord:
     return decode_json(value, EndpointRecord)
 

@@ -120,7 +120,7 @@ async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ..
     result = await explain("cmpl-a")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
-    assert "  verdict  local, short\n" in result.stdout
+    assert "  verdict: local\n  reason: short\n" in result.stdout
     assert "dead does not respond" in result.stderr
     [told] = json.loads((await explain("b", "--json")).stdout)
     assert (told["request_id"], told["verdict"]) == ("chatcmpl-b-0a1b2c3d#2", "local")

@@ -3,10 +3,11 @@
 import time
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 
-from dynamo_lite.cli import decision_view
-from dynamo_lite.cli.explain import as_table, json_rows
+from dynamo_lite.cli.explain import DECODE, Taken, as_table
 from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.protocol.codec import encode
@@ -114,11 +115,12 @@ async def test_what_a_writer_says_of_its_failure_is_shown(decode: Decode):
     await decode.done(attempt, "failed", detail="write ended in state ERR" + 500 * "!")
     decode.half.build_step()
     [remote] = taken(decode)
-    decision = remote[2]
+    decision = remote.decision
+    assert isinstance(decision, Decision)
     assert decision.asked is not None
     assert decision.asked.outcome == "writer_failed"
     assert decision.asked.detail == "write ended in state ERR" + 476 * "!"
-    assert "  writer   write ended in state ERR!" in decision_view.as_text(*remote)
+    assert "detail: write ended in state ERR!" in remote.as_text()
 
 
 async def test_the_oldest_are_forgotten(
@@ -146,21 +148,19 @@ async def test_no_more_than_the_limit_are_kept(decode: Decode):
     assert all_of_them[0].request_id == "r10"
 
 
-def taken(decode: Decode) -> list[tuple[float, int, Decision]]:
-    return [(time.time() - d.age_s, 1, d) for d in told(decode)]
+def taken(decode: Decode) -> list[Taken]:
+    return [Taken(DECODE, time.time() - d.age_s, 1, d) for d in told(decode)]
 
 
 async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     decode.admit(prompt("r1", 10))
     decode.admit(prompt("r2", 3))
     remote, local = taken(decode)
-    text = decision_view.as_text(*remote)
-    assert "remote, long" in text and "0 of them cached here" in text
-    assert "  outcome  under way" in text and "1 prefill worker;" in text
-    assert "  outcome  computed here" in decision_view.as_text(*local)
-    lines = as_table(decision_view, [remote, local]).splitlines()
-    assert "remote/long" in lines[1] and "local/short" in lines[2]
-    told_json = json_rows(decision_view, [remote])[0]
+    assert "  verdict: remote\n  reason: long\n" in remote.as_text()
+    lines = as_table(DECODE, [remote, local]).splitlines()
+    assert lines[1].split()[-3:] == ["remote", "long", "-"], "it is under way"
+    assert lines[2].split()[-3:] == ["local", "short", "-"]
+    told_json = remote.as_json()
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
 
 
@@ -187,17 +187,30 @@ def one(reason: DecisionReason, **more: Any) -> Decision:
     return Decision(reason=reason.value, **{**defaults, **more})
 
 
-def test_a_local_verdict_takes_a_few_lines():
-    shown = decision_view.as_text(0.0, 1, one(DecisionReason.TOO_LATE))
-    assert [line.strip() for line in shown.splitlines()][1:] == [
-        "verdict  local, too_late",
-        "prompt   100 tokens, 40 of them cached here",
-        "queue    1 job with 900 tokens to compute; 1 prefill worker; read 0.10 s earlier",
-        "limits   local up to 10 tokens to compute, and from 8 jobs or 1000 tokens in the queue on",
-        "outcome  computed here",
-    ]
+def test_all_that_is_known_is_shown():
+    head, _, fields = Taken(DECODE, 0.0, 1, one(DecisionReason.TOO_LATE)).as_text().partition("\n")
+    assert head.startswith("r1  ") and head.endswith("  worker 1")
+    assert yaml.safe_load(fields) == {
+        "prompt_tokens": 100,
+        "cached_tokens": 40,
+        "offloaded_tokens": 0,
+        "queue": {
+            "jobs": 1,
+            "prefill_workers": 1,
+            "age_s": 0.1,
+            "tokens": 900,
+            "prefill_workers_alive": 0,
+        },
+        "time_left_s": 1.25,
+        "transferable": True,
+        "leaving": False,
+        "prefix_awaited": False,
+        "verdict": "local",
+        "reason": "too_late",
+        "thresholds": msgspec.to_builtins(LIMITS),
+    }
 
 
 def test_a_queue_that_was_not_read_is_no_empty_one():
-    unread = decision_view.as_text(0.0, 1, one(DecisionReason.QUEUE_UNKNOWN, queue=None))
-    assert "  queue    not read yet" in unread.splitlines()
+    unread = Taken(DECODE, 0.0, 1, one(DecisionReason.QUEUE_UNKNOWN, queue=None))
+    assert "queue:" not in unread.as_text() and unread.cells()[4] == "-"

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.protocol.prefill import ClaimRefused
 from tests.builders import ManualClock
@@ -46,11 +45,9 @@ async def test_what_no_worker_claims_is_computed_here_and_is_off_the_queue(
     clock.now += 0.2
     decode.half.build_step()
     [asked] = taken(decode)
-    _, _, decision = asked
-    assert decision.asked is not None
-    text = decision_view.as_text(*asked)
-    assert "taken_back after 2.10 s" in text
-    assert "  because  no claim for 2.10 s" in text
+    text = asked.as_text()
+    assert "outcome: taken_back" in text and "lost: 2.1" in text
+    assert "detail: no claim for 2.10 s" in text
     decode.finish_last("r1")
 
 
