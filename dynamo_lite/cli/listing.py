@@ -26,7 +26,7 @@ from dynamo_lite.cli.arguments import (
     NatsUrl,
     StateDir,
 )
-from dynamo_lite.planner.drains import look
+from dynamo_lite.planner.drains import GraphSeen, look
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_all, decode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -52,14 +52,26 @@ class Place:
     namespace: str
     #: Empty: not known.
     nats_url: str = ""
-    #: The folder with the operator's certificate; None: without one.
+    #: The folder with the certificates; None: without one.
     folder: Path | None = None
+    #: Whose certificate is shown.
+    component: str = OPERATOR
 
     def certificates(self) -> Certificates | None:
-        """Those of who uses the commands. Raises ConfigError."""
+        """Those of who asks. Raises ConfigError."""
         if self.folder is None:
             return None
-        return Certificates(self.folder, self.namespace, OPERATOR)
+        return Certificates(self.folder, self.namespace, self.component)
+
+    async def look(self, store: Store | None = None) -> GraphSeen:
+        """All live processes, and what they report. store: None opens one.
+
+        Raises ConfigError; StartupError or Unavailable when etcd does not respond.
+        """
+        if store is None:
+            async with open_store(self) as store:
+                return await self.look(store)
+        return await look(await members_in(store, self.namespace), self.certificates())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +86,7 @@ class OnGraph:
 
     def place(self, component: str = OPERATOR) -> Place:
         """As the options say, or else as the running graph of `state_dir` does. component: whose
-        certificate the URLs get.
+        certificate is shown.
 
         Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
         """
@@ -92,6 +104,7 @@ class OnGraph:
             namespace=namespace,
             nats_url=with_files(nats_url, folder, component),
             folder=folder,
+            component=component,
         )
 
     def on_store(self, work: Callable[[Store, Place], Awaitable[T]]) -> T:
