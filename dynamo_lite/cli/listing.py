@@ -63,15 +63,17 @@ class Place:
             return None
         return Certificates(self.folder, self.namespace, self.component)
 
-    async def look(self, store: Store | None = None) -> GraphSeen:
-        """All live processes, and what they report. store: None opens one.
+    async def look(self, store: Store | None = None, component: str = "") -> GraphSeen:
+        """All live processes, or those of a component, and what they report. store: None opens one.
 
         Raises ConfigError; StartupError or Unavailable when etcd does not respond.
         """
         if store is None:
             async with open_store(self) as store:
-                return await self.look(store)
-        return await look(await members_in(store, self.namespace), self.certificates())
+                return await self.look(store, component)
+        found = await members_in(store, self.namespace)
+        asked = [one for one in found if component in ("", one.component)]
+        return await look(asked, self.certificates())
 
 
 @dataclass(frozen=True, kw_only=True)
