@@ -143,11 +143,12 @@ def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
                 raise ConfigError([f"{word}: expected KEY=VALUE"])
             component, option = split_key(key)
             value = parse_yaml(text, key)
-            edits.setdefault(component, {})[option] = checked(component, option, value)
+            try:
+                edits.setdefault(component, {})[option] = checked(component, option, value)
+            except ProtocolError as exc:
+                mistakes.append(f"{component}.{exc}; got {value!r}")
         except ConfigError as exc:
             mistakes += exc.mistakes
-        except ProtocolError as exc:
-            mistakes.append(f"{component}.{exc}; got {value!r}")
     if mistakes:
         raise ConfigError(mistakes)
     return edits

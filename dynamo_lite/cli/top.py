@@ -4,8 +4,6 @@ A frame is readable with 80 columns or more.
 """
 
 import asyncio
-import contextlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,22 +27,12 @@ _WRONG = "bold red"
 
 
 async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Until a signal, which is no failure: connections are closed and the terminal is restored.
-    One frame where there is no terminal.
+    """Frames of which each replaces the last, with `interval_s` between them. One frame is plain
+    text, not cut to the terminal's width, or JSON, and all that there is without a terminal.
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
     once = once or not sys.stdout.isatty()
-    task = asyncio.ensure_future(_show(place, interval_s, once=once, as_json=as_json))
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def _show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Frames of which each replaces the last, with `interval_s` between them. One frame is plain
-    text, not cut to the terminal's width, or JSON."""
     async with (
         open_store(place) as store,
         Observer(store, place.namespace, certificates=place.certificates()) as observer,

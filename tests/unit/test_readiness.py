@@ -8,7 +8,6 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from dynamo_lite.runtime.process.readiness import liveness, readiness
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
 from tests.builders import process_spec
@@ -51,7 +50,6 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         said = {
             "process": Process(state="draining", messaging=messaging),
             "store": Process(lease=Lease(left_s=20.0), messaging=messaging),
-            "model": Process(facts=NOT_LOADED, messaging=messaging),
             "engine": Process(facts={**WELL, "checks": {"engine": "stuck"}}, messaging=messaging),
         }
         for check, process in said.items():
@@ -81,7 +79,7 @@ async def test_a_missing_broker_is_a_detail_only_where_requests_are_served_witho
 
 
 def test_only_what_a_restart_heals_is_against_liveness() -> None:
-    assert liveness(WELL)["ok"] and liveness(NOT_LOADED)["ok"] and liveness({"ok": False})["ok"]
+    assert liveness(WELL)["ok"] and liveness({"ok": False})["ok"]
     dead = liveness({**WELL, "dead": "no step"})
     assert not dead["ok"] and dead["checks"]["engine"] == {"ok": False, "detail": "no step"}
 
@@ -143,17 +141,17 @@ def test_a_frontend_needs_one_worker_that_responds_and_an_edge_that_answers() ->
     def trouble() -> str:
         return frontend.health()["checks"]["workers"]
 
-    assert "no decode worker is registered" in trouble()
     dispatcher: Any = frontend._dispatcher
-    dispatcher._failover = Failover()
-    dispatcher._roster, dispatcher._workers = Members("ab"), Members("")
+    dispatcher._failover, edge = Failover(), Edge()
+    frontend._app = edge  # type: ignore[assignment]
+    dispatcher._roster, dispatcher._workers = Members(""), Members("")
+    assert "no decode worker is registered" in trouble()
+    dispatcher._roster = Members("ab")
     assert "none of 2 decode workers is responsive" in trouble()
     dispatcher._workers = Members("b")
     assert trouble() == ""
-    assert "not loaded yet" in frontend.health()["checks"]["model"]
     assert "edge" not in frontend.health()["checks"]
-    edge = Edge()
-    frontend._app = frontend._rust = edge  # type: ignore[assignment]
+    frontend._rust = edge  # type: ignore[assignment]
     assert frontend.health()["ok"] and frontend.health()["checks"]["edge"] == ""
     edge.unhealthy = "timeout"
     facts = frontend.health()

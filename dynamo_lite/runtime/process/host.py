@@ -137,6 +137,8 @@ class _Process:
         #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
         self._draining_since: float | None = None
+        #: Whether the component has started.
+        self._started = False
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Connects the servers and opens the status server; `stack` closes them in reverse."""
@@ -220,7 +222,7 @@ class _Process:
         return EXIT_START_FAILED
 
     def _ready(self, facts: Mapping[str, Any]) -> None:
-        self._state = "ready"
+        self._state, self._started = "ready", True
         self._report(
             {
                 "state": "ready",
@@ -262,10 +264,11 @@ class _Process:
         self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
 
     def _facts(self) -> dict[str, Any]:
+        if not self._started:
+            return {"ok": False, "checks": {}}
         try:
             return dict(self._component.health())
         except Exception as exc:
-            # A component that is still starting may not have its state yet.
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
 
     def _ready_for_work(self) -> ProbeBody:
@@ -291,6 +294,7 @@ class _Process:
             "grace_s": self._spec.grace_s,
             "lease_ttl_s": self._spec.lease_ttl_s,
             "draining_s": self._draining_s(),
+            **({"options": self.host.options.facts()} if self.host.options is not None else {}),
             **facts,
         }
 

@@ -22,7 +22,7 @@ from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.serve.services.engine_probe import EngineProbe
 from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
@@ -42,13 +42,10 @@ class VllmWorker:
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._publisher: KvPublisher | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
         #: Requests that its drain did not finish.
         self._cut_off = 0
         #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
-        #: None until the engine is loaded.
-        self._probe: EngineProbe | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
@@ -65,10 +62,7 @@ class VllmWorker:
                 certificates=host.own_certificates,
             )
         )
-        self._options = options = host.live_options(
-            config, lambda values: server.limit(applied(values, config))
-        )
-        await enter(options.following())
+        await enter(host.live_options(config, lambda values: server.limit(applied(values, config))))
         # The engine reports nothing without remote prefills.
         self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
         self._probe = probe = EngineProbe(
@@ -79,6 +73,7 @@ class VllmWorker:
             step_timeout_s=config.step_timeout_s,
             on_status=self._on_status,
         )
+        self._stack.callback(probe.close)
         host.spawn(self._or_disconnect(self._deliver(), "died"), "engine-steps")
         if config.kv_events:
             await self._publish_to_routers()
@@ -89,8 +84,6 @@ class VllmWorker:
     async def drain(self, grace_s: float) -> None:
         """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
         locally."""
-        if self._heartbeat is None:
-            return
         self._heartbeat.cancel()
         server = self._server
         server.refuse_new("this worker is draining")
@@ -103,14 +96,10 @@ class VllmWorker:
             )
 
     async def close(self) -> None:
-        if self._probe is not None:
-            self._probe.closing = True
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if (probe := self._probe) is None:
-            return NOT_LOADED
-        load, metadata = self._engine.load, self._engine.metadata
+        probe, load, metadata = self._probe, self._engine.load, self._engine.metadata
         facts: dict[str, Any] = {
             **probe.facts(),
             "in_flight": self._server.in_flight,
@@ -119,7 +108,6 @@ class VllmWorker:
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
             "max_running": load.max_running,
-            "options": self._options.facts(),
         }
         if not metadata:
             return facts | {"writers": [], "writers_age_s": 0.0}

@@ -38,7 +38,6 @@ class Frontend:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._dispatcher = RequestDispatcher(self._config, spec, self._stack)
-        self._app: OpenAiApp | RustEdge | None = None
         self._rust: RustEdge | None = None
         self._server: HttpServer | None = None
 
@@ -55,13 +54,14 @@ class Frontend:
         url, python = url_of(sock), None
         if self._config.edge == "rust":
             host.progress("starting vLLM's Rust frontend")
-            self._app = self._rust = app = await self._open_rust(host, sock, url)
+            self._rust = app = await self._open_rust(host, sock, url)
             # Its process has a copy. With this one open, connections would wait here in a drain.
             sock.close()
             host.spawn(app.process.run(url), "vLLM's Rust frontend")
         else:
             host.progress("loading the tokenizer and the OpenAI app")
-            self._app = app = python = await self._open_app(host)
+            app = python = await self._open_app(host)
+        self._app = app
         await host.register("http", stream=address)
         for endpoint in _PROCESSOR:
             await host.register(endpoint, component="Processor", model=app.served_model)
@@ -152,20 +152,15 @@ class Frontend:
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        app = self._app
-        trouble = app.trouble if app is not None else ""
-        check = self._dispatcher.check()
-        checks = {
-            "model": "" if app is not None else "the tokenizer is not loaded yet",
-            "workers": check.trouble,
-        }
+        app, check = self._app, self._dispatcher.check()
+        checks = {"workers": check.trouble}
         if self._rust is not None:
             checks["edge"] = self._rust.unhealthy
         return {
-            "ok": app is not None and not trouble and not checks.get("edge"),
-            "dead": trouble,
+            "ok": not app.trouble and not checks.get("edge"),
+            "dead": app.trouble,
             "checks": checks,
             "without_broker": check.without_broker,
-            "requests": app.in_flight if app is not None else 0,
+            "requests": app.in_flight,
             **self._dispatcher.facts(),
         }
