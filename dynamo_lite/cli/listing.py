@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     CertificatesDir,
@@ -212,22 +208,10 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    shown = rich_table([name.upper().replace("_", " ") for name in columns], rows)
-    console = Console(color_system=None, width=10_000)
-    with console.capture() as captured:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def rich_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Columns that end with `>` are numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        justify = "right" if name.endswith(">") else "left"
-        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+    lines = [[name.upper().replace("_", " ") for name in columns], *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    padded = (map(str.ljust, cells, widths) for cells in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def as_time(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store, rich_table
+from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
@@ -66,12 +66,17 @@ def as_frame(seen: Overview) -> RenderableType:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], nothing: str) -> Table:
-    """nothing: the text in place of no rows."""
-    if rows:
-        return rich_table(columns, rows)
-    empty = Table.grid()
-    empty.add_row(Text(nothing, style="dim"))
-    return empty
+    """Columns that end with `>` are numbers. nothing: the text in place of no rows."""
+    if not rows:
+        columns, rows = (nothing,), ()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        justify = "right" if name.endswith(">") else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        # A string would be read as markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def _workers(seen: Overview) -> Table:
