@@ -198,8 +198,8 @@ class Host:
     def live_options(
         self, config: object, on_change: Callable[[Values], None]
     ) -> AbstractAsyncContextManager[None]:
-        """Follows those of this component, which /health shows. config: its options of the
-        configuration file. on_change: takes new values. Entering raises StoreUnavailable."""
+        """Follows those of this component, which /health shows. config: its options of the file.
+        on_change: takes new values. Entering raises StoreUnavailable."""
         self.options = LiveOptions(
             self.store,
             self.spec.namespace,
