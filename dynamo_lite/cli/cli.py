@@ -4,6 +4,7 @@ Each command imports its heavy modules itself, so that `--help` is quick.
 """
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -245,7 +246,9 @@ def top(
     from dynamo_lite.cli.top import show
 
     place = graph.place()
-    asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
+    # This end is no failure. SIGTERM and SIGHUP do the same.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show(place, interval, once=once or as_json, as_json=as_json))
 
 
 # `--help` lists them in this order, behind those above.

@@ -61,10 +61,10 @@ def drain(
 ) -> None:
     """Remove one worker, and say when it is safe to kill.
 
-    Its lease is revoked. It leaves the listing at once (UNLISTED), takes nothing new and
-    finishes what it has (DRAINING). SAFE: its end costs no request, and no write into or from
-    its memory is under way. GONE: its process has ended. FORCED: its grace-s was over before its
-    work; what it still had goes on at other workers.
+    Its lease is revoked. It leaves the listing at once, takes nothing new and finishes what it has
+    (DRAINING). SAFE: its end costs no request, and no write into or from its memory is under way.
+    FORCED: its grace-s was over before its work; what it still had goes on at other workers. GONE:
+    its process has ended.
 
     The least busy worker is one that cannot work, or else the one with the fewest requests or
     jobs in flight. Of equal ones the youngest goes.
@@ -84,20 +84,17 @@ def drain(
 
     async def work() -> bool:
         """Returns whether its work was cut off."""
-        if component is not None:
-            record, reason, workers = await pick(place, component, force=force)
-        else:
-            record, reason, workers = await find(place, wanted, force=force)
+        record, reason, workers = await _choose(place, component or "", wanted, force)
         say = partial(print, flush=True)
         say(table(_COLUMNS, [_cells(one, record.lease_id) for one in workers]))
         say(f"{record.component} {record.lease_id:x}: {reason}")
         if dry_run:
             say("dry run: nothing was revoked")
             return False
-        watch = _Watch(place, record, say)
+        watch = _Watch(place, record)
         await revoke(place, [record.lease_id], say)
         if not no_wait:
-            await watch.until_gone(timeout)
+            await watch.until_gone(timeout, say)
         return watch.forced
 
     with interruptible("interrupted; a worker whose lease was revoked goes on draining"):
@@ -119,40 +116,30 @@ def parse_lease(text: str) -> int:
     return value
 
 
-#: The worker to remove, why this one, and all of its component.
-Choice = tuple[EndpointRecord, str, Sequence[WorkerSeen]]
+async def _choose(
+    place: Place, component: str, lease_id: int, force: bool
+) -> tuple[EndpointRecord, str, Sequence[WorkerSeen]]:
+    """The worker to remove, why this one, and all of its component.
 
-
-async def pick(place: Place, component: str, *, force: bool) -> Choice:
-    """The least busy worker of a component.
-
-    Raises ConfigError when it is the last one and not `force`; StartupError when there is none.
+    lease_id: 0: the least busy one of `component`. Raises StartupError when there is none,
+    ConfigError when it is the last one and not `force`.
     """
-    if component not in tuple(Role):
+    if not lease_id and component not in tuple(Role):
         raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
-    workers = (await look(await members(place), place.certificates())).workers(component)
-    if not workers:
-        raise StartupError(f"no live worker of component {component}")
-    found = victim(workers, force=force)
-    if found.record is None:
-        raise ConfigError([f"--pick {component}: {found.reason}; --force drains it"])
-    return found.record, found.reason, workers
-
-
-async def find(place: Place, lease_id: int, *, force: bool) -> Choice:
-    """The process with this lease. Raises as `pick`."""
-    seen = await look(await members(place), place.certificates())
-    record = seen.records.get(lease_id)
-    if record is None:
+    seen = await place.look()
+    given = seen.records.get(lease_id)
+    if lease_id and given is None:
         known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
         raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
-    workers = seen.workers(record.component)
-    if record.component in tuple(Role) and not force:
-        if victim(workers, among={lease_id}).record is None:
-            raise ConfigError(
-                [f"{lease_id:x} is the last {record.component} that can work; --force drains it"]
-            )
-    return record, "as asked", workers
+    component = component if given is None else given.component
+    workers = seen.workers(component)
+    if not workers:
+        raise StartupError(f"no live worker of component {component}")
+    last_may_go = force or component not in tuple(Role)
+    found = victim(workers, among={lease_id} if lease_id else None, force=last_may_go)
+    if found.record is None:
+        raise ConfigError([f"{component}: {found.reason}; --force drains it"])
+    return found.record, "as asked" if lease_id else found.reason, workers
 
 
 async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
@@ -166,31 +153,32 @@ async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
 
 
 class _Watch:
-    """The way of one worker from its revocation to its end.
+    """The way of one worker from its revocation to its end: DRAINING, SAFE, GONE; FORCED when its
+    grace ends before its work."""
 
-    UNLISTED, DRAINING, SAFE, GONE; FORCED when its grace ends before its work.
-    """
-
-    def __init__(self, place: Place, record: EndpointRecord, say: Say):
-        self._place, self._record, self._say = place, record, say
+    def __init__(self, place: Place, record: EndpointRecord):
+        self._place, self._record = place, record
         role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
         self._leaving = Leaving(role=role, lease_id=record.lease_id)
-        self._began = time.monotonic()
-        self._told, self._safe, self._ended = "", False, False
+        self._safe = self._ended = False
         #: Whether it had work after its grace.
         self.forced = False
 
-    async def until_gone(self, timeout_s: float) -> None:
+    async def until_gone(self, timeout_s: float, say: Say) -> None:
         """Raises StartupError after `timeout_s`."""
+        began, told = time.monotonic(), ""
         while True:
-            self._tell(await self._look())
+            state = self._state(await self.harm())
+            if state != told:
+                say(f"{time.monotonic() - began:6.1f}s  {state}")
+                told = state
             if self._ended:
                 return
-            if time.monotonic() - self._began > timeout_s:
-                raise StartupError(f"timeout: still there after {timeout_s:g} s: {self._told}")
+            if time.monotonic() - began > timeout_s:
+                raise StartupError(f"timeout: still there after {timeout_s:g} s: {told}")
             await asyncio.sleep(_POLL_S)
 
-    async def _look(self) -> str:
+    async def harm(self) -> str:
         """Asks it and all decode workers what its end could harm; empty if nothing. Takes 2 s at
         most."""
         listed = await members(self._place)
@@ -212,28 +200,19 @@ class _Watch:
         late = bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
         self.forced |= late or bool(facts.get("cut_off"))
         landed_s = written_s(grace_s, seconds(facts, "lease_ttl_s", _TTL_S))
-        return danger(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
+        harm = danger(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
+        # Only work takes SAFE back: neither its own silence nor that of a decode worker.
+        self._safe = not harm or (self._safe and not running)
+        return "" if self._safe else harm
 
-    def _tell(self, harm: str) -> None:
-        leaving, listed = self._leaving, self._leaving.unlisted_at is None
-        lines: list[str] = []
-        if not listed and self._told == "":
-            lines.append("UNLISTED  it gets nothing new")
+    def _state(self, harm: str) -> str:
         if self._ended:
-            lines.append("GONE      its process has ended")
-        elif not harm and not (self.forced and self._told.startswith("DRAINING")):
-            lines.append("SAFE      it may be killed: no write into or from its memory is awaited")
-            self._safe = True
-        elif self.forced:
-            lines.append(f"FORCED    its grace is over: {harm}")
-        elif not listed and (leaving.in_flight or not self._safe):
-            # Only work takes SAFE back: neither its own silence nor that of a decode worker.
-            lines.append(f"DRAINING  {harm}")
-            self._safe = False
-        for line in lines:
-            if line != self._told:
-                self._say(f"{time.monotonic() - self._began:6.1f}s  {line}")
-            self._told = line
+            return "GONE      its process has ended"
+        if self.forced:
+            return f"FORCED    its grace is over: {harm or 'it may be killed'}"
+        if harm:
+            return f"DRAINING  {harm}"
+        return "SAFE      it may be killed: no write into or from its memory is awaited"
 
 
 async def _lives(record: EndpointRecord) -> bool:

@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
     CertificatesDir,
@@ -26,7 +22,7 @@ from dynamo_lite.cli.arguments import (
     NatsUrl,
     StateDir,
 )
-from dynamo_lite.planner.drains import look
+from dynamo_lite.planner.drains import GraphSeen, look
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_all, decode_json
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -52,14 +48,28 @@ class Place:
     namespace: str
     #: Empty: not known.
     nats_url: str = ""
-    #: The folder with the operator's certificate; None: without one.
+    #: The folder with the certificates; None: without one.
     folder: Path | None = None
+    #: Whose certificate is shown.
+    component: str = OPERATOR
 
     def certificates(self) -> Certificates | None:
-        """Those of who uses the commands. Raises ConfigError."""
+        """Those of who asks. Raises ConfigError."""
         if self.folder is None:
             return None
-        return Certificates(self.folder, self.namespace, OPERATOR)
+        return Certificates(self.folder, self.namespace, self.component)
+
+    async def look(self, store: Store | None = None, component: str = "") -> GraphSeen:
+        """All live processes, or those of a component, and what they report. store: None opens one.
+
+        Raises ConfigError; StartupError or Unavailable when etcd does not respond.
+        """
+        if store is None:
+            async with open_store(self) as store:
+                return await self.look(store, component)
+        found = await members_in(store, self.namespace)
+        asked = [one for one in found if component in ("", one.component)]
+        return await look(asked, self.certificates())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +84,7 @@ class OnGraph:
 
     def place(self, component: str = OPERATOR) -> Place:
         """As the options say, or else as the running graph of `state_dir` does. component: whose
-        certificate the URLs get.
+        certificate is shown.
 
         Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
         """
@@ -92,6 +102,7 @@ class OnGraph:
             namespace=namespace,
             nats_url=with_files(nats_url, folder, component),
             folder=folder,
+            component=component,
         )
 
     def on_store(self, work: Callable[[Store, Place], Awaitable[T]]) -> T:
@@ -197,22 +208,10 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    shown = rich_table([name.upper().replace("_", " ") for name in columns], rows)
-    console = Console(color_system=None, width=10_000)
-    with console.capture() as captured:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def rich_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Columns that end with `>` are numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        justify = "right" if name.endswith(">") else "left"
-        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+    lines = [[name.upper().replace("_", " ") for name in columns], *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    padded = (map(str.ljust, cells, widths) for cells in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def as_time(seconds: float) -> str:
@@ -222,11 +221,6 @@ def as_time(seconds: float) -> str:
 def as_next_try(at: float | None) -> str:
     """Of a failed link: time of day. at: see `LinkRecord`."""
     return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def as_clock(at: float) -> str:
-    """Time of day, with milliseconds. at: seconds since the epoch."""
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
 
 
 def _endpoint(value: bytes) -> EndpointRecord:

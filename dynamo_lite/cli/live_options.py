@@ -4,15 +4,14 @@ A key is `Component.option`, as in a section of the configuration file.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from msgspec import UNSET
 
 from dynamo_lite.cli.arguments import Json
-from dynamo_lite.cli.listing import OnGraph, Place, members_in, on_graph, table
-from dynamo_lite.planner import drains
+from dynamo_lite.cli.listing import OnGraph, Place, on_graph, table
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
@@ -23,7 +22,6 @@ from dynamo_lite.protocol.live_options import (
     checked,
     decode_live_options,
 )
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.store import Store
 
 #: Option (kebab-case) to its value; UNSET: back to the file.
@@ -60,17 +58,7 @@ def get(
     SET: the value that was set; `-`: none, so the value of the file is used. FILE: as the
     live processes have read it; `?`: there are none.
     """
-    component, only = split_key(key) if key else ("", "")
-
-    async def look(store: Store, place: Place) -> list[dict[str, Any]]:
-        running = await members_in(store, place.namespace)
-        return [
-            row
-            for name in ([component] if component else LIVE_OPTIONS)
-            for row in await rows(store, place, name, running, only)
-        ]
-
-    found = graph.on_store(look)
+    found = graph.on_store(lambda store, place: rows(store, place, key))
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -143,6 +131,8 @@ def _edit(graph: OnGraph, edits: dict[str, dict[str, Any]]) -> None:
 
 def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`KEY=VALUE ...` by component. Raises ConfigError with every mistake."""
+    from dynamo_lite.serve.document import parse_yaml
+
     edits: dict[str, dict[str, Any]] = {}
     mistakes: list[str] = []
     for word in words:
@@ -151,7 +141,11 @@ def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
             if not equals:
                 raise ConfigError([f"{word}: expected KEY=VALUE"])
             component, option = split_key(key)
-            edits.setdefault(component, {})[option] = _parsed(component, option, text)
+            value = parse_yaml(text, key)
+            try:
+                edits.setdefault(component, {})[option] = checked(component, option, value)
+            except ProtocolError as exc:
+                mistakes.append(f"{component}.{exc}; got {value!r}")
         except ConfigError as exc:
             mistakes += exc.mistakes
     if mistakes:
@@ -163,9 +157,13 @@ def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Keys, or components for all of their keys. Raises ConfigError."""
     edits: dict[str, dict[str, Any]] = {}
     for word in words:
-        component, option = (word, "") if word in LIVE_OPTIONS else split_key(word)
-        wanted = [option] if option else LIVE_OPTIONS[component]
-        edits.setdefault(component, {}).update(dict.fromkeys(wanted, UNSET))
+        keys = (
+            [f"{word}.{option}" for option in LIVE_OPTIONS[word]]
+            if word in LIVE_OPTIONS
+            else [word]
+        )
+        for component, option in map(split_key, keys):
+            edits.setdefault(component, {})[option] = UNSET
     return edits
 
 
@@ -179,17 +177,6 @@ def split_key(key: str) -> tuple[str, str]:
         unknown = unknown_key(key, keys).replace("unknown key", "no live option", 1)
         raise ConfigError([f"{key}: {unknown}"])
     return component, option
-
-
-def _parsed(component: str, option: str, text: str) -> Any:
-    from dynamo_lite.serve.document import parse_yaml
-
-    key = f"{component}.{option}"
-    value = parse_yaml(text, key)
-    try:
-        return checked(component, option, value)
-    except ProtocolError as exc:
-        raise ConfigError([f"{component}.{exc}; got {value!r}"]) from exc
 
 
 def edited(values: Values, edit: Edit) -> dict[str, Any]:
@@ -240,28 +227,25 @@ async def write(
     raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
 
 
-async def rows(
-    store: Store,
-    place: Place,
-    component: str,
-    running: Iterable[EndpointRecord],
-    only: str = "",
-) -> list[dict[str, Any]]:
-    """A row for each option, or for `only`. Without a live process: for each that is set.
+async def rows(store: Store, place: Place, only: str = "") -> list[dict[str, Any]]:
+    """A row for each option, or for the key `only`. Of a component without a live process: for each
+    that is set.
 
     set: left out where nothing is. file: the values of the live processes, without repetition.
     """
-    values = await read(store, place.namespace, component)
-    here = [member for member in running if member.component == component]
-    seen = await drains.look(here, place.certificates())
-    files = [facts.get("options", {}).get("file", {}) for facts in seen.facts.values()]
+    component, option = split_key(only) if only else ("", "")
+    seen = await place.look(store, component)
     found: list[dict[str, Any]] = []
-    for option in [only] if only else LIVE_OPTIONS[component] if files else values:
-        row: dict[str, Any] = {"key": f"{component}.{option}"}
-        if option in values:
-            row["set"] = values[option]
-        file = {shown(each[option]): each[option] for each in files if option in each}
-        found.append(row | {"file": list(file.values())})
+    for name in [component] if component else LIVE_OPTIONS:
+        values = await read(store, place.namespace, name)
+        facts = (seen.facts[one.lease_id] for one in seen.records.values() if one.component == name)
+        files = [file for one in facts if (file := one.get("options", {}).get("file"))]
+        for each in [option] if option else LIVE_OPTIONS[name] if files else values:
+            row: dict[str, Any] = {"key": f"{name}.{each}"}
+            if each in values:
+                row["set"] = values[each]
+            said = {shown(file[each]): file[each] for file in files if each in file}
+            found.append(row | {"file": list(said.values())})
     return found
 
 

@@ -6,7 +6,6 @@ import pwd
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -14,21 +13,19 @@ import typer
 from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json, Targets
-from dynamo_lite.cli.listing import OnGraph, Place, members_in, on_graph, table
+from dynamo_lite.cli.listing import OnGraph, Place, on_graph, table
 from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner import drains
 from dynamo_lite.planner.policy.limits import contradictions, refusals
 from dynamo_lite.planner.record import edit
 from dynamo_lite.planner.record import read as read_records
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
-from dynamo_lite.protocol.planner import WantedRecord, WantedWorkers
+from dynamo_lite.protocol.planner import WantedRecord
 from dynamo_lite.runtime.store import Store
 
 _COLUMNS = ("component", "count", "wanted", "reason")
-_NONE = "no planner runs; graphs.disagg_planner has one"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,8 +54,8 @@ def _status(
     Exit code 1: no planner runs.
     """
     seen = graph.on_store(look)
-    print(json.dumps(_as_json(seen), indent=2) if as_json else as_text(seen))
-    if not seen.planners:
+    print(json.dumps(seen, indent=2) if as_json else as_text(seen))
+    if not seen["planners"]:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -109,37 +106,24 @@ def _numbers(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{component}={number}" for component, number in counts.items())
 
 
-@dataclass(frozen=True)
-class PlannerState:
-    """What `status` shows."""
-
-    #: Lease to what the process reports; empty facts if it does not respond.
-    planners: Mapping[int, Mapping[str, Any]]
-    #: Its lease; 0: none leads.
-    leader: int
-    wanted: WantedRecord
-    #: Records that cannot be read.
-    malformed: list[str]
-
-    @property
-    def led_by(self) -> Mapping[str, Any]:
-        """Facts of the planner that leads; empty if it does not respond."""
-        return self.planners.get(self.leader, {})
-
-    @property
-    def shown(self) -> Mapping[str, Any]:
-        """Facts of the planner that leads, or of any if none does."""
-        return self.led_by or next(iter(self.planners.values()), {})
+async def look(store: Store, place: Place) -> dict[str, Any]:
+    """What `status --json` prints. A planner that does not respond has no facts but its lease."""
+    records = await read_records(store, place.namespace)
+    return {
+        "planners": [
+            {"lease": f"{lease:x}", **facts.get("planner", {})}
+            for lease, facts in (await _facts(store, place)).items()
+        ],
+        "leader": f"{records.leader:x}" if records.leader else None,
+        "wanted": msgspec.to_builtins(records.wanted or WantedRecord()),
+        "malformed": records.malformed,
+    }
 
 
-async def look(store: Store, place: Place) -> PlannerState:
-    found, records = await _facts(store, place), await read_records(store, place.namespace)
-    return PlannerState(
-        planners={lease: facts.get("planner", {}) for lease, facts in found.items()},
-        leader=records.leader,
-        wanted=records.wanted or WantedRecord(),
-        malformed=records.malformed,
-    )
+def _led_by(seen: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Facts of the planner that leads; empty if it does not respond."""
+    found = (one for one in seen["planners"] if one["lease"] == seen["leader"] and "roles" in one)
+    return next(found, {})
 
 
 async def pause(store: Store, place: Place, reason: str | None) -> None:
@@ -151,13 +135,12 @@ async def pause(store: Store, place: Place, reason: str | None) -> None:
 async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> WantedRecord:
     """Raises ConfigError for numbers that the planner would not reach, StartupError without a
     planner that leads, Unavailable after many conflicts with other writers."""
-    state = await look(store, place)
-    if not state.planners:
-        raise StartupError(_NONE)
-    if all(facts.get("dry_run") for facts in state.planners.values()):
+    seen = await look(store, place)
+    if not seen["planners"]:
+        raise StartupError("no planner runs; graphs.disagg_planner has one")
+    if all(facts.get("dry_run") for facts in seen["planners"]):
         raise StartupError("the planner runs with dry-run: it would not change anything")
-    facts = state.led_by
-    if not facts:
+    if not (facts := _led_by(seen)):
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
     if mistakes := _refusals(facts, wanted):
         raise ConfigError(mistakes)
@@ -205,50 +188,36 @@ def _refusals(facts: Mapping[str, Any], wanted: Mapping[str, int]) -> list[str]:
 
 async def _facts(store: Store, place: Place) -> Mapping[int, Mapping[str, Any]]:
     """What each planner reports at /health, by its lease."""
-    found = await members_in(store, place.namespace)
-    planners = [record for record in found if record.component == "Planner"]
-    return (await drains.look(planners, place.certificates())).facts
+    seen = await place.look(store, "Planner")
+    return seen.facts
 
 
-def _as_json(state: PlannerState) -> dict[str, Any]:
-    return {
-        "planners": [
-            {"lease": f"{lease_id:x}", **facts} for lease_id, facts in state.planners.items()
-        ],
-        "leader": f"{state.leader:x}" if state.leader else None,
-        "wanted": msgspec.to_builtins(state.wanted),
-        "malformed": state.malformed,
-    }
-
-
-def as_text(state: PlannerState) -> str:
-    lines = [f"! ignored: {problem}" for problem in state.malformed]
-    if not state.planners:
+def as_text(seen: Mapping[str, Any]) -> str:
+    """seen: as `look` returns it."""
+    lines = [f"! ignored: {problem}" for problem in seen["malformed"]]
+    if not (planners := seen["planners"]):
         return "\n".join([*lines, "no planner runs"])
-    facts = state.shown
-    if not state.leader:
+    led_by, wanted = _led_by(seen), seen["wanted"]
+    facts = led_by or planners[0]
+    if not seen["leader"]:
         lines.append("no planner leads")
     else:
-        others = len(state.planners) - 1
-        more = f", {others} more ready to take over" if others else ""
-        silent = "" if state.led_by else ", but it does not respond"
-        lines.append(f"planner {state.leader:x} leads{silent}{more}")
+        more = f", {len(planners) - 1} more ready to take over" if len(planners) > 1 else ""
+        silent = "" if led_by else ", but it does not respond"
+        lines.append(f"planner {seen['leader']} leads{silent}{more}")
     if facts.get("hold"):
         lines.append(f"hold: {facts['hold']}")
-    if state.wanted.paused is not None:
-        why = f": {state.wanted.paused}" if state.wanted.paused else ""
-        lines.append(f"paused by {state.wanted.by}{why}")
-    if manual := state.wanted.manual:
+    if wanted["paused"] is not None:
+        lines.append(f"paused by {wanted['by']}: {wanted['paused']}".removesuffix(": "))
+    if manual := wanted["manual"]:
         lines.append(f"set by an operator, not reached yet: {_numbers(manual)}")
         lines.append("  `dynamo-lite planner set` with the present number gives one up")
     if roles := facts.get("roles"):
         rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]
         lines += ["", table(_COLUMNS, [[str(row[name]) for name in _COLUMNS] for row in rows])]
     lines += [f"would do: {action}" for action in facts.get("held", [])]
-    lines += [_as_line(component, role) for component, role in state.wanted.roles.items()]
+    for component, last in wanted["roles"].items():
+        what = f"the last change: {component} {'up' if last['up'] else 'down'} to {last['count']}"
+        age_s = max(time.time() - last["at"], 0.0)
+        lines.append(f"{what}, {age_s:.0f} s ago by {last['by']}: {last['reason']}")
     return "\n".join(lines)
-
-
-def _as_line(component: str, role: WantedWorkers) -> str:
-    what = f"the last change: {component} {'up' if role.up else 'down'} to {role.count}"
-    return f"{what}, {max(time.time() - role.at, 0.0):.0f} s ago by {role.by}: {role.reason}"

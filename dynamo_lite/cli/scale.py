@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +11,8 @@ import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say
-from dynamo_lite.cli.listing import OnGraph, members
-from dynamo_lite.planner.drains import look
+from dynamo_lite.cli.listing import OnGraph
 from dynamo_lite.planner.policy.drain import victim
-from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
 from dynamo_lite.runtime.supervisor_client import order
@@ -43,8 +41,7 @@ def scale(
     other hosts are not counted. A process that cannot be started is given up, with the reason,
     and the graph goes on. Devices come from Graph.devices, as many as ServiceArgs.devices says.
     Workers that still start are removed first, then the least busy, as `dynamo-lite drain` finds
-    them, or the youngest on a host without the operator's certificate. Ctrl-C only ends the
-    waiting.
+    them. Ctrl-C only ends the waiting.
 
     Exit codes: 0: there are that many; 1: an order was refused or failed, or the time was over;
     2: bad input, and nothing was ordered.
@@ -112,42 +109,27 @@ def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: 
 async def _order(state_dir: Path, component: str, target: int, say: Say) -> None:
     reply = await order(state_dir, Counts())
     now = reply.counts[component]
-    if (more := target - now.starting - now.ready) == 0:
+    present = now.starting + now.ready
+    if target == present:
         return
-    say(f"{component}: {more:+}")
-    found, leases = _processes(state_dir, component), list[int]()
-    ready = [int(one.lease, 16) for one in found if one.state == "ready" and one.lease]
-    idle = sum(one.state in ("backoff", "starting") and not one.lease for one in found)
-    if -more > idle and component not in tuple(Role):
-        leases = ready[more + idle :]
-    elif -more > idle:
-        leases = await _least_busy(state_dir, component, -more - idle, ready, say)
+    say(f"{component}: {target - present:+}")
+    processes = _processes(state_dir, component)
+    ready = [int(one.lease, 16) for one in processes if one.state == "ready" and one.lease]
+    leases: list[int] = []
+    # Those that do not serve end without being named.
+    if (number := len(ready) - target) > 0:
+        # A host of workers may have no certificates but theirs.
+        place = OnGraph(state_dir=state_dir).place(component)
+        workers = (await place.look()).workers(component)
+        for _ in range(number):
+            # Whether the last one may go was decided with the target.
+            found = victim(workers, among=ready, force=True)
+            if found.record is not None:
+                leases.append(found.record.lease_id)
+                say(f"  lease {found.record.lease_id:x}, {found.reason}")
+                workers = [one for one in workers if one.record != found.record]
     want = Want(component=component, count=target, leases=tuple(leases), version=reply.version)
     await order(state_dir, want)
-
-
-async def _least_busy(
-    state_dir: Path, component: str, number: int, ready: Sequence[int], say: Say
-) -> list[int]:
-    """So many of these leases, which are in the order of their starts; fewer if their workers are
-    not listed."""
-    place = OnGraph(state_dir=state_dir).place()
-    try:
-        certificates = place.certificates()
-    except ConfigError as exc:
-        # A host of workers needs only their certificates.
-        say(f"  the youngest, because loads cannot be read: {exc}")
-        return list(ready[-number:])
-    workers = (await look(await members(place), certificates)).workers(component)
-    leases: list[int] = []
-    for _ in range(number):
-        # Whether the last one may go was decided with the target.
-        found = victim(workers, among=ready, force=True)
-        if found.record is not None:
-            leases.append(found.record.lease_id)
-            say(f"  lease {found.record.lease_id:x}, {found.reason}")
-            workers = [one for one in workers if one.record != found.record]
-    return leases
 
 
 async def _wait(state_dir: Path, targets: Mapping[str, int], limit: float, say: Say) -> None:
@@ -158,21 +140,19 @@ async def _wait(state_dir: Path, targets: Mapping[str, int], limit: float, say: 
         if text != told:
             say(text)
             told = text
-        if all(_done(counts[name], target) for name, target in targets.items()):
-            return
+        left = 0
         for name, target in targets.items():
             now = counts[name]
+            left += abs(target - now.ready) + now.starting + now.draining
             if now.starting + now.ready < target:
                 failed = [one for one in _processes(state_dir, name) if one.state == "failed"]
                 why = f": {failed[-1].error}" if failed else ""
                 raise StartupError(f"{name}: {now.starting + now.ready} of {target} are left{why}")
+        if not left:
+            return
         if time.monotonic() > limit:
             raise StartupError(f"timeout; the supervisor goes on: {text}")
         await asyncio.sleep(_POLL_S)
-
-
-def _done(now: RoleCounts, target: int) -> bool:
-    return now.ready == target and not now.starting and not now.draining
 
 
 def _as_text(name: str, now: RoleCounts, target: int) -> str:

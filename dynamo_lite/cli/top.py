@@ -4,8 +4,6 @@ A frame is readable with 80 columns or more.
 """
 
 import asyncio
-import contextlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store, rich_table
+from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
@@ -29,22 +27,12 @@ _WRONG = "bold red"
 
 
 async def show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Until a signal, which is no failure: connections are closed and the terminal is restored.
-    One frame where there is no terminal.
+    """Frames of which each replaces the last, with `interval_s` between them. One frame is plain
+    text, not cut to the terminal's width, or JSON, and all that there is without a terminal.
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
     once = once or not sys.stdout.isatty()
-    task = asyncio.ensure_future(_show(place, interval_s, once=once, as_json=as_json))
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def _show(place: Place, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Frames of which each replaces the last, with `interval_s` between them. One frame is plain
-    text, not cut to the terminal's width, or JSON."""
     async with (
         open_store(place) as store,
         Observer(store, place.namespace, certificates=place.certificates()) as observer,
@@ -78,12 +66,17 @@ def as_frame(seen: Overview) -> RenderableType:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], nothing: str) -> Table:
-    """nothing: the text in place of no rows."""
-    if rows:
-        return rich_table(columns, rows)
-    empty = Table.grid()
-    empty.add_row(Text(nothing, style="dim"))
-    return empty
+    """Columns that end with `>` are numbers. nothing: the text in place of no rows."""
+    if not rows:
+        columns, rows = (nothing,), ()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        justify = "right" if name.endswith(">") else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        # A string would be read as markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def _workers(seen: Overview) -> Table:

@@ -28,7 +28,6 @@ from dynamo_lite.protocol.options import PlannerOptions, subset
 from dynamo_lite.protocol.planner import RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
-from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.overview.observer import Observer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 
@@ -94,8 +93,6 @@ class Planner:
         self._held = "it has not looked yet"
         #: What was logged last.
         self._told: object = None
-        #: None until it has started.
-        self._options: LiveOptions | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Registered last."""
@@ -103,15 +100,13 @@ class Planner:
         self._metrics = PlannerMetrics(host.registry)
         enter = self._stack.enter_async_context
         self._connector = self._given or self._open_connector()
-        options = host.live_options(self._config, self._apply)
-        await enter(options.following())
+        await enter(host.live_options(self._config, self._apply))
         store, clock = host.store, host.clock
         observer = Observer(store, host.spec.namespace, host.drops, clock.wall, host.certificates)
         self._observer = await enter(observer)
         self._observation = Observation(observer, clock.monotonic)
         # In a dry run it must not keep another planner from acting.
         self._records = PlannerRecords(host, elects=not self._config.dry_run)
-        self._options = options
         host.spawn(self._run(), "planner")
         await host.register("plan")
         return {}
@@ -123,8 +118,6 @@ class Planner:
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if self._options is None:
-            return {"ok": False, "checks": {"planner": "not started yet: wait"}}
         return {
             "ok": True,
             "planner": {
@@ -143,7 +136,6 @@ class Planner:
                 "limits": asdict(self._limits),
                 "dry_run": self._config.dry_run,
             },
-            "options": self._options.facts(),
         }
 
     def _open_connector(self) -> Connector:

@@ -56,7 +56,7 @@ def _others(namespace: str) -> tuple[Permissions, ...]:
         Permissions(
             "Frontend",
             publish=(routers, *outcomes, _snapshots(namespace)),
-            subscribe=(_endpoints(namespace, "Processor"), health, notices),
+            subscribe=(health, notices),
             read=(members, links, options("Frontend")),  # the dashboard shows failed links
             write=(own("Frontend"), own("Processor"), names.adapters_prefix(namespace)),
         ),

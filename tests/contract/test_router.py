@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.live_options import LiveOptionsRecord
+from dynamo_lite.protocol.live_options import LiveOptionsRecord, Values
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.serve.services.frontend import router_client
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
@@ -93,7 +94,6 @@ class Cluster:
         try:
             await eventually(lambda: any(r["state"] == "ready" for r in reports), 15)
             await members_when(self.routers, lambda members: len(members) == 1 + beside, 5)
-            assert router._picker is not None
             follower: Any = router._picker.loads._view
             known, members = follower._workers, self.roster.members
             await eventually(
@@ -287,15 +287,25 @@ async def test_what_it_weighs_changes_while_it_runs(
 
         assert await chosen() == {1}
         key = names.live_options_key(cluster.namespace, "Router")
-        options, weight = lambda: router.health()["options"], {"kv-router.kv-weight": 0.0}
+        weight = {"kv-router.kv-weight": 0.0}
+
+        async def options() -> Mapping[str, Any]:
+            return (await fetch_health(cluster.routers.members[0].status_url))["options"]
+
+        async def is_set(values: Values) -> None:
+            async def there() -> bool:
+                return (await options())["set"] == values
+
+            await eventually(there)
+
         record = LiveOptionsRecord(values=weight)
         await cluster.store.put(key, encode_json(record))
-        await eventually(lambda: options()["set"] == weight)
+        await is_set(weight)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"
         await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')
         await eventually(lambda: "options refused" in caplog.text)
-        assert options()["set"] == weight
-        assert options()["file"]["kv-router.kv-weight"] == 100
+        await is_set(weight)
+        assert (await options())["file"]["kv-router.kv-weight"] == 100
         await cluster.store.delete(key)
-        await eventually(lambda: options()["set"] == {})
+        await is_set({})
         assert await chosen() == {1}

@@ -128,15 +128,16 @@ async def test_top_and_explain_show_what_a_forwarder_does(c: Cluster, tmp_path: 
     told = await asyncio.to_thread(run, "explain", answer["id"], *where)
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith(answer["id"])
-    assert "verdict     disaggregated\n" in told.stdout
-    assert f"prefill at 127.0.0.1:{prefill.port}: status 200" in told.stdout
+    assert "how: disaggregated\n" in told.stdout
+    assert f"engine: '127.0.0.1:{prefill.port}', status: 200" in told.stdout
     [one] = json.loads(
         (await asyncio.to_thread(run, "explain", answer["id"], "--json", *where)).stdout
     )
     assert (one["forwarder"], one["how"]) == (forwarder.lease, "disaggregated")
     listed = await asyncio.to_thread(run, "explain", "--last", "2", *where)
-    assert [line.split()[3] for line in listed.stdout.splitlines()] == [
-        *("HOW", "disaggregated", "alone/n")
+    assert [line.split()[3:5] for line in listed.stdout.splitlines()[1:]] == [
+        ["disaggregated", "-"],
+        ["alone", "n"],
     ]
     await c.store.put(names.nixl_metadata_key(c.namespace, "dead"), b"")
     unknown = await asyncio.to_thread(run, "explain", "cmpl-unknown", *where)

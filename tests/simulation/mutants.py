@@ -161,7 +161,6 @@ class _NoCell(PrefillRank):
 
 def _use(worker: PrefillWorker, **changes: Any) -> None:
     """Its jobs get other parts."""
-    assert worker._jobs is not None
     worker._jobs._parts = dataclasses.replace(worker._jobs._parts, **changes)
 
 
@@ -224,13 +223,11 @@ class _ByAddress:
 
 def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
     """The memory layout of a decode engine is kept by its address, not by its incarnation."""
-    assert worker._links is not None
     _use(worker, links=_ByAddress(worker._links))
 
 
 def _hold_too_many(worker: PrefillWorker, host: Host) -> None:
     """A worker pulls more jobs than it may hold at a time."""
-    assert worker._jobs is not None
     for index in range(2):
         host.spawn(worker._jobs.run(), f"more-prefill-jobs-{index}")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.cli import decision_view
-from dynamo_lite.cli.explain import as_table, json_rows
+from dynamo_lite.cli.explain import DECODE, Taken, as_table
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
@@ -76,11 +75,12 @@ async def test_what_a_writer_says_of_its_failure_is_shown(decode: Decode):
     await decode.done(attempt, "failed", detail="write ended in state ERR" + 500 * "!")
     decode.half.build_step()
     [remote] = taken(decode)
-    decision = remote[2]
+    decision = remote.decision
+    assert isinstance(decision, Decision)
     assert decision.asked is not None
     assert decision.asked.outcome == "writer_failed"
     assert decision.asked.detail == "write ended in state ERR" + 476 * "!"
-    assert "  writer   write ended in state ERR!" in decision_view.as_text(*remote)
+    assert "detail: write ended in state ERR!" in remote.as_text()
 
 
 async def test_the_oldest_are_forgotten(
@@ -99,19 +99,17 @@ async def test_the_oldest_are_forgotten(
     assert len(decode.half.prefills.decisions) == 4
 
 
-def taken(decode: Decode) -> list[tuple[float, int, Decision]]:
-    return [(time.time() - d.age_s, 1, d) for d in told(decode)]
+def taken(decode: Decode) -> list[Taken]:
+    return [Taken(DECODE, time.time() - d.age_s, 1, d) for d in told(decode)]
 
 
 async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     decode.admit(prompt("r1", 10))
     decode.admit(prompt("r2", 3))
     remote, local = taken(decode)
-    text = decision_view.as_text(*remote)
-    assert "remote, long" in text and "0 of them cached here" in text
-    assert "  outcome  under way" in text and "1 prefill worker;" in text
-    assert "  outcome  computed here" in decision_view.as_text(*local)
-    lines = as_table(decision_view, [remote, local]).splitlines()
-    assert "remote/long" in lines[1] and "local/short" in lines[2]
-    told_json = json_rows(decision_view, [remote])[0]
+    assert "  verdict: remote\n  reason: long\n" in remote.as_text()
+    lines = as_table(DECODE, [remote, local]).splitlines()
+    assert lines[1].split()[-3:] == ["remote", "long", "-"], "it is under way"
+    assert lines[2].split()[-3:] == ["local", "short", "-"]
+    told_json = remote.as_json()
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""

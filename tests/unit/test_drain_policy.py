@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.cli.drain import _Watch
-from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner.policy.drain import (
     Leaving,
     Victim,
@@ -129,19 +127,3 @@ def test_time_makes_a_prefill_worker_safe_and_no_decode_worker():
     assert judged(busy, now=68.1) == ""
     busy = replace(IDLE_D, in_flight=1, idle_at=None)
     assert judged(busy, now=1e6)
-
-
-def test_what_is_safe_to_kill_stays_so_until_it_has_work_again():
-    said: list[str] = []
-    record = endpoint_record(P, "PrefillWorker")
-    watch = _Watch(Place(etcd_url="", namespace="n"), record, said.append)
-    # While it is safe, a decode worker does not answer; then its own process ends.
-    for in_flight in (1, 0, 0, None, 1):
-        leaving = replace(IDLE_P, in_flight=in_flight)
-        watch._leaving = leaving
-        watch._tell(judged(leaving, NOBODY if len(said) < 3 else {D: None}))
-    assert [line.split()[1] for line in said] == ["UNLISTED", "DRAINING", "SAFE", "DRAINING"]
-    watch.forced, watch._leaving = True, IDLE_P
-    for _ in range(2):
-        watch._tell(judged(IDLE_P))
-    assert [line.split()[1] for line in said[4:]] == ["FORCED", "SAFE"]

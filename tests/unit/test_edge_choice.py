@@ -86,7 +86,7 @@ def test_the_program_must_have_the_version_of_the_installed_vllm(
     with pytest.raises(StartupError, match="is not vllm-rs"):
         found()
     good.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(StartupError, match="--version failed: .* exit status 3"):
+    with pytest.raises(StartupError, match=r"--version failed: .* exit status 3"):
         found()
     good.chmod(0o644)
     with pytest.raises(StartupError, match=r"--version failed: .*Permission denied"):

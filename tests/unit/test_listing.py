@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.cli import scale
-from dynamo_lite.cli.listing import (
-    as_table,
-    member_rows,
-)
+from dynamo_lite.cli.listing import OnGraph, as_table, member_rows
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.certificate_folder import make_certificates
@@ -62,8 +59,8 @@ async def test_a_process_that_does_not_answer_is_silent(
     assert [row["state"] for row in rows] == ["silent"] * len(urls)
 
 
-async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_path: Path):
-    """Loads are read with it, and a host of workers needs only the workers'."""
+def test_a_host_of_workers_needs_their_certificates_only(tmp_path: Path):
+    """For `scale` and `join`."""
     make_certificates(folder := tmp_path / "certificates", "n", ["VllmWorker"])
     run = RunState(
         pid=os.getpid(),
@@ -74,7 +71,9 @@ async def test_without_the_operator_s_certificate_the_youngest_are_removed(tmp_p
         certificates=str(folder),
     )
     write_run(tmp_path, run)
-    said: list[str] = []
-    leases = await scale._least_busy(tmp_path, "VllmWorker", 2, [7, 8, 9], said.append)
-    assert leases == [8, 9]
-    assert "Operator.pem cannot be read" in said[0]
+    place = OnGraph(state_dir=tmp_path).place("VllmWorker")
+    certificates = place.certificates()
+    assert certificates is not None and certificates.component == "VllmWorker"
+    assert "VllmWorker.pem" in place.etcd_url
+    with pytest.raises(ConfigError, match=r"Operator\.pem: it cannot be read"):
+        OnGraph(state_dir=tmp_path).place().certificates()

@@ -9,11 +9,12 @@ from dynamo_lite.cli import live_options
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.planner import drains
 from dynamo_lite.planner.config import PlannerConfig
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.live_options import (
     LIVE_OPTIONS,
 )
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from tests.builders import endpoint_record
 from tests.twins.servers import MemoryStore
@@ -108,22 +109,25 @@ async def test_what_is_set_is_shown_beside_the_files_of_the_processes(
         return reports[url]
 
     monkeypatch.setattr(drains, "fetch_health", fetch_health)
-    members = [endpoint_record(n, status_url=url) for n, url in enumerate(reports, 1)]
-    place = Place(etcd_url="", namespace="t")
+    place, limit = Place(etcd_url="", namespace="t"), f"{WORKER}.max-queue-wait-s"
 
-    async def rows(component: str, *running: EndpointRecord, only: str = "") -> list[Any]:
-        return await live_options.rows(store, place, component, running, only)
+    async def rows(only: str = "") -> list[Any]:
+        return await live_options.rows(store, place, only)
 
     await live_options.write(store, "t", WORKER, {"max-local-prefill-length": 7})
-    first, second, *others = await rows(WORKER, *members)
-    assert first == {"key": f"{WORKER}.max-local-prefill-length", "set": 7, "file": [512, 600]}
+    [alone] = await rows()
+    assert alone == {"key": f"{WORKER}.max-local-prefill-length", "set": 7, "file": []}
+    for number, url in enumerate(("silent", "a", "b"), 1):
+        member = endpoint_record(number, status_url=url)
+        key = names.endpoint_key("t", WORKER, "generate", number)
+        await store.put(key, encode_json(member))
+        if url == "silent":
+            assert await rows(limit) == [{"key": limit, "file": []}]
+    first, second, *others = await rows()
+    assert first == alone | {"file": [512, 600]}
     assert second == {"key": f"{WORKER}.max-prefill-queue-size", "file": [512, 600]}
     assert len(others) == len(LIVE_OPTIONS[WORKER]) - 2
-    assert await rows(WORKER, *members, only="max-queue-wait-s") == [
-        {"key": f"{WORKER}.max-queue-wait-s", "file": [512, 600]}
+    assert await rows(limit) == [{"key": limit, "file": [512, 600]}]
+    assert await rows("Frontend.max-queued-tokens") == [
+        {"key": "Frontend.max-queued-tokens", "file": []}
     ]
-    assert await rows(WORKER, members[-1], only="max-queue-wait-s") == [
-        {"key": f"{WORKER}.max-queue-wait-s", "file": []}
-    ]
-    assert await rows(WORKER) == [first | {"file": []}]
-    assert await rows("Frontend", *members) == []

@@ -19,10 +19,10 @@ _ARGUMENTS = {
     "prefill_lease_id": 0x1A,
     "adapter": "a",
 }
-#: Other programs ask these.
-_SERVED_ONLY = {("endpoint_subject", "Processor"), ("endpoint_subject", "VllmWorker")}
+#: Other programs ask this.
+_SERVED_ONLY = {("endpoint_subject", "VllmWorker")}
 _COMPONENTS = {
-    "endpoint_subject": ("Router", "Processor", "VllmWorker"),
+    "endpoint_subject": ("Router", "VllmWorker"),
     "endpoint_key": tuple(name for name in ALL if name != "Operator"),
     "health_subject": ("VllmWorker", "PrefillWorker"),
     "kv_subject": ("VllmWorker",),

@@ -185,15 +185,15 @@ def observed_of(serving: int, state: str = "ready") -> Observed:
     return Observed(prefill=PrefillLoad(), decode=DecodeLoad(), workers=both)
 
 
-async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
+async def test_what_is_safe_to_kill_stays_so_until_it_has_work_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
     now = 10.0
     facts: dict[str, Any] = {"in_flight": 0}
-    asked_age_s = 0.0
+    asked_age_s: float | None = 0.0
 
     def writers(asked_at: float) -> Any:
-        return {7: (frozenset(), asked_at - asked_age_s)}
+        return {7: None if asked_age_s is None else (frozenset(), asked_at - asked_age_s)}
 
     async def look(_members: Any, _certificates: Any) -> Any:
         return SimpleNamespace(facts={7: facts}, writers=writers)
@@ -208,18 +208,20 @@ async def test_a_leaving_worker_that_gets_work_again_is_idle_only_after_that(
     monkeypatch.setattr(drain, "_lives", lives)
     monkeypatch.setattr(drain, "members", members)
     monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now))
-    leaving = drain._Watch(Place(etcd_url="", namespace="n"), endpoint_record(7, D), print)
-    assert await leaving._look() == ""
-    facts["in_flight"], now = 1, 20.0
-    assert await leaving._look()
+    leaving = drain._Watch(Place(etcd_url="", namespace="n"), endpoint_record(7, D))
+    assert await leaving.harm() == ""
+    # It does not respond any more, and its ledger neither.
+    facts["in_flight"], asked_age_s = None, None
+    assert await leaving.harm() == ""
+    facts["in_flight"], now, asked_age_s = 1, 20.0, 0.0
+    assert await leaving.harm()
     # Its ledger was asked before it became idle again: that says nothing.
     facts["in_flight"], now, asked_age_s = 0, 30.0, 5.0
-    assert await leaving._look()
+    assert await leaving.harm()
     now, asked_age_s = 40.0, 5.0
-    assert await leaving._look() == "" and not leaving.forced
+    assert await leaving.harm() == "" and not leaving.forced
     facts["cut_off"] = 2
-    await leaving._look()
-    assert leaving.forced
+    assert leaving._state(await leaving.harm()).startswith("FORCED") and leaving.forced
 
 
 # Sums of what decode workers report, and nothing for what is not

@@ -247,9 +247,9 @@ async def test_a_worker_that_closes_without_a_drain_stops_its_jobs_before_its_qu
     went on pulling would not let the event loop run."""
     async with working() as rig:
         worker = PrefillWorker({}, process_spec("PrefillWorker"))
-        worker._jobs = rig.jobs
         worker._stack.push_async_callback(rig.queue.stop_pulling)
         worker._stack.callback(lambda: closing.append(rig.jobs._leaving.is_set()))
+        worker._stack.push_async_callback(rig.jobs.stop)
         closing: list[bool] = []
         await worker.close()
         assert closing == [True]

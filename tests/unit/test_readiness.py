@@ -9,7 +9,6 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from dynamo_lite.runtime.process.readiness import liveness, readiness
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
 from tests.builders import process_spec
@@ -52,7 +51,6 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         said = {
             "process": Process(state="draining", messaging=messaging),
             "store": Process(lease=Lease(left_s=20.0), messaging=messaging),
-            "model": Process(facts=NOT_LOADED, messaging=messaging),
             "engine": Process(facts={**WELL, "checks": {"engine": "stuck"}}, messaging=messaging),
         }
         for check, process in said.items():
@@ -82,7 +80,7 @@ async def test_a_missing_broker_is_a_detail_only_where_requests_are_served_witho
 
 
 def test_only_what_a_restart_heals_is_against_liveness() -> None:
-    assert liveness(WELL)["ok"] and liveness(NOT_LOADED)["ok"] and liveness({"ok": False})["ok"]
+    assert liveness(WELL)["ok"] and liveness({"ok": False})["ok"]
     dead = liveness({**WELL, "dead": "no step"})
     assert not dead["ok"] and dead["checks"]["engine"] == {"ok": False, "detail": "no step"}
 
@@ -140,7 +138,6 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
 
 def test_an_edge_that_does_not_answer_is_no_reason_to_end_the_frontend() -> None:
     frontend = Frontend({}, process_spec("Frontend"))
-    assert "not loaded yet" in frontend.health()["checks"]["model"]
     assert "edge" not in frontend.health()["checks"]
     edge: Any = SimpleNamespace(trouble="", unhealthy="timeout", in_flight=0)
     frontend._app = frontend._rust = edge

@@ -130,7 +130,7 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     [short] = explained(disagg, chat.id)
     assert (short["verdict"], short["reason"]) == ("local", "short")
     lines = command(disagg, "explain", "--last", "2").splitlines()
-    assert short["request_id"] in lines[-1] and "local/short" in lines[-1]
+    assert short["request_id"] in lines[-1] and lines[-1].split()[-3:-1] == ["local", "short"]
     unknown = run("explain", "cmpl-unknown", "--state-dir", str(disagg.state_dir.resolve()))
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "none of 1 decode engines has a decision of it" in unknown.stderr

@@ -17,8 +17,6 @@ TIMEOUT_S = 1.0
 _MAX_BYTES = 8 << 20
 _PORTS = {"http": 80, "https": 443}
 
-_decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
-
 
 async def fetch_health(status_url: str, certificates: Certificates | None = None) -> dict[str, Any]:
     """The facts that a process reports at /health.
@@ -27,7 +25,7 @@ async def fetch_health(status_url: str, certificates: Certificates | None = None
     """
     body = await fetch(f"{status_url}/health", certificates)
     try:
-        return {} if body is None else _decode_facts(body)
+        return {} if body is None else msgspec.json.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError):
         return {}
 
@@ -48,12 +46,7 @@ async def fetch(url: str, certificates: Certificates | None = None) -> bytes | N
 async def _get(url: str, certificates: Certificates | None) -> bytes | None:
     """Speaks HTTP/1.0: the body ends with the connection. Raises OSError, ValueError."""
     parts = urlsplit(url)
-    if (
-        parts.scheme not in _PORTS
-        or not parts.hostname
-        or not url.isascii()
-        or not url.isprintable()
-    ):
+    if not (parts.scheme in _PORTS and parts.hostname and url.isascii() and url.isprintable()):
         raise ValueError(f"not an http:// or https:// address: {url!r}")
     tls = None
     if parts.scheme == "https":
@@ -68,18 +61,12 @@ async def _get(url: str, certificates: Certificates | None) -> bytes | None:
                 raise ValueError(why)
         request = f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n"
         writer.write(request.encode("ascii"))
-        response = await _read_all(reader)
+        await reader.readexactly(_MAX_BYTES + 1)
+        raise ValueError(f"response is longer than {_MAX_BYTES} bytes")
+    except asyncio.IncompleteReadError as exc:
+        response = exc.partial
     finally:
         writer.transport.abort()
     head, _, body = response.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
     return body if status in ([b"200"], [b"503"]) else None
-
-
-async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """Raises ValueError if the response is longer than `_MAX_BYTES`."""
-    try:
-        await reader.readexactly(_MAX_BYTES + 1)
-    except asyncio.IncompleteReadError as exc:
-        return exc.partial
-    raise ValueError(f"response is longer than {_MAX_BYTES} bytes")

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,7 +92,7 @@ class Component(Protocol):
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """Facts for /health; `ok` is whether the component is healthy.
+        """Facts for /health after a successful start; `ok` is whether the component is healthy.
 
         Three facts are for `/live` and `/ready` (`readiness.py`): `dead` is why the process must
         be restarted, `checks` are this component's conditions for accepting work, and
@@ -117,6 +118,8 @@ class Host:
     #: Of this component; None: it has none.
     certificates: Certificates | None = None
     status_url: str = ""
+    #: None where it has none.
+    options: LiveOptions | None = None
     probes: Probes = field(default_factory=dict[str, Callable[[], ProbeBody]])
 
     def __post_init__(self) -> None:
@@ -180,10 +183,12 @@ class Host:
         if endpoints:
             await self.keys.release(*endpoints)
 
-    def live_options(self, config: object, on_change: Callable[[Values], None]) -> LiveOptions:
-        """Of this component. config: its options of the configuration file. on_change: takes new
-        values."""
-        return LiveOptions(
+    def live_options(
+        self, config: object, on_change: Callable[[Values], None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Follows those of this component, which /health shows. config: its options of the file.
+        on_change: takes new values. Entering raises StoreUnavailable."""
+        self.options = LiveOptions(
             self.store,
             self.spec.namespace,
             self.spec.component,
@@ -191,6 +196,7 @@ class Host:
             on_change=on_change,
             on_drop=self.drops,
         )
+        return self.options.following()
 
     def progress(self, text: str) -> None:
         """Has the supervisor print a line: what the start is doing, or what is wrong."""

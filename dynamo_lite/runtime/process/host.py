@@ -134,6 +134,8 @@ class _Process:
         #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
         self._draining_since: float | None = None
+        #: Whether the component has started.
+        self._started = False
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Connects the servers, opens the status server and starts the component; `stack` ends all
@@ -178,7 +180,7 @@ class _Process:
         stack.push_async_callback(self._close)
         stack.push_async_callback(self._leave)
         facts = await self._component.start(host)
-        self._state = "ready"
+        self._state, self._started = "ready", True
         known = {"status_url": host.status_url, "lease": f"{lease.id:x}", "pid": os.getpid()}
         self._report({"state": "ready", **known, **facts})
 
@@ -234,10 +236,11 @@ class _Process:
         self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
 
     def _facts(self) -> dict[str, Any]:
+        if not self._started:
+            return {"ok": False, "checks": {}}
         try:
             return dict(self._component.health())
         except Exception as exc:
-            # A component that is still starting may not have its state yet.
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
 
     def _ready_for_work(self) -> ProbeBody:
@@ -264,6 +267,7 @@ class _Process:
             "lease_ttl_s": self._spec.lease_ttl_s,
             # 0 before the drain.
             "draining_s": 0.0 if since is None else host.clock.monotonic() - since,
+            **({"options": host.options.facts()} if host.options is not None else {}),
             **facts,
         }
 

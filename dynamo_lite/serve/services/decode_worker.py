@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.engine import DecodeEngine, KvEvents
+from dynamo_lite.disagg.engine import KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
@@ -20,10 +20,9 @@ from dynamo_lite.protocol.prefill import decode_first_token
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import VllmWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.serve.services.engine_probe import EngineProbe
 from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
@@ -42,14 +41,19 @@ class VllmWorker:
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
-        self._loaded: LoadedWorker | None = None
+        self._publisher: KvPublisher | None = None
+        #: Requests that its drain did not finish.
+        self._cut_off = 0
+        #: Leases of the prefill workers that may write into its blocks.
+        self._writers: list[int] = []
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
         host.progress("loading the model")
         config, enter = self._config, self._stack.enter_async_context
-        engine = await enter(self._parts.open_decode_engine(host, config))
-        server = await enter(
+        self._host = host
+        self._engine = engine = await enter(self._parts.open_decode_engine(host, config))
+        self._server = server = await enter(
             GenerateServer(
                 engine,
                 host.spec.bind_host,
@@ -58,47 +62,10 @@ class VllmWorker:
                 certificates=host.own_certificates,
             )
         )
-        options = host.live_options(config, lambda values: server.limit(applied(values, config)))
-        await enter(options.following())
-        self._loaded = loaded = LoadedWorker(host, config, engine, server, options)
-        await loaded.start(self._stack)
-        return {"model": engine.model}
-
-    async def drain(self, grace_s: float) -> None:
-        """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
-        locally."""
-        if self._loaded is not None:
-            await self._loaded.drain(grace_s)
-
-    async def close(self) -> None:
-        if self._loaded is not None:
-            self._loaded.probe.closing = True
-        await self._stack.aclose()
-
-    def health(self) -> Mapping[str, Any]:
-        return NOT_LOADED if self._loaded is None else self._loaded.health()
-
-
-class LoadedWorker:
-    """A worker whose engine is loaded."""
-
-    def __init__(
-        self,
-        host: Host,
-        config: VllmWorkerConfig,
-        engine: DecodeEngine,
-        server: GenerateServer,
-        options: LiveOptions,
-    ):
-        self._host, self._config, self._options = host, config, options
-        self._engine, self._server = engine, server
-        self._publisher: KvPublisher | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
-        #: Requests that its drain did not finish.
-        self._cut_off = 0
-        #: Leases of the prefill workers that may write into its blocks.
-        self._writers: list[int] = []
-        self.probe = EngineProbe(
+        await enter(host.live_options(config, lambda values: server.limit(applied(values, config))))
+        # The engine reports nothing without remote prefills.
+        self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
+        self._probe = probe = EngineProbe(
             host,
             engine,
             # A request whose adapter is being loaded gives the engine nothing to do.
@@ -106,21 +73,18 @@ class LoadedWorker:
             step_timeout_s=config.step_timeout_s,
             on_status=self._on_status,
         )
-        #: Shows what the engine reports; it reports nothing without remote prefills.
-        self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
-
-    async def start(self, stack: AsyncExitStack) -> None:
-        host = self._host
+        self._stack.callback(probe.close)
         host.spawn(self._or_disconnect(self._deliver(), "died"), "engine-steps")
-        if self._config.kv_events:
-            await self._publish_to_routers(stack)
-        await self._register(stack)
-        probing = self._or_disconnect(self.probe.run(), "is stuck")
-        self._heartbeat = self.probe.start(probing)
+        if config.kv_events:
+            await self._publish_to_routers()
+        await self._register()
+        self._heartbeat = probe.start(self._or_disconnect(probe.run(), "is stuck"))
+        return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
+        locally."""
+        self._heartbeat.cancel()
         server = self._server
         server.refuse_new("this worker is draining")
         logger.info("draining: %d requests in flight are finished", server.in_flight)
@@ -131,21 +95,23 @@ class LoadedWorker:
                 "drain timeout after %g s: %d requests are still in flight", grace_s, self._cut_off
             )
 
+    async def close(self) -> None:
+        await self._stack.aclose()
+
     def health(self) -> Mapping[str, Any]:
-        load, metadata = self._engine.load, self._engine.metadata
+        probe, load, metadata = self._probe, self._engine.load, self._engine.metadata
         facts: dict[str, Any] = {
-            **self.probe.facts(),
+            **probe.facts(),
             "in_flight": self._server.in_flight,
             "cut_off": self._cut_off,
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
             "max_running": load.max_running,
-            "options": self._options.facts(),
         }
         if not metadata:
             return facts | {"writers": [], "writers_age_s": 0.0}
-        if (asked_at := self.probe.asked_at) is None:
+        if (asked_at := probe.asked_at) is None:
             return facts
         age_s = self._host.clock.monotonic() - asked_at
         return facts | {"writers": [f"{w:x}" for w in self._writers], "writers_age_s": age_s}
@@ -155,7 +121,7 @@ class LoadedWorker:
         if self._show is not None:
             self._show(status)
 
-    async def _publish_to_routers(self, stack: AsyncExitStack) -> None:
+    async def _publish_to_routers(self) -> None:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""
         host, events = self._host, self._engine.kv_events
         self._publisher = publisher = KvPublisher(
@@ -167,7 +133,7 @@ class LoadedWorker:
             holdings=events,
             on_drop=host.drops,
         )
-        await stack.enter_async_context(publisher.serve())
+        await self._stack.enter_async_context(publisher.serve())
         host.spawn(publisher.run(), "kv-notices")
         if events is not None:
             host.spawn(_publish_changes(events, publisher), "kv-events")
@@ -191,10 +157,10 @@ class LoadedWorker:
                     "the engine did not accept the order to stop remote prefills: %s", exc
                 )
 
-    async def _register(self, stack: AsyncExitStack) -> None:
+    async def _register(self) -> None:
         """Publishes the metadata, then registers the worker: other processes may write into its
         blocks as soon as they see the worker."""
-        host, engine, enter = self._host, self._engine, stack.enter_async_context
+        host, engine, enter = self._host, self._engine, self._stack.enter_async_context
         namespace, component = host.spec.namespace, host.spec.component
         on_first_token = counted(self.on_first_token, "first_token", host.drops)
         for metadata in engine.metadata:

@@ -8,8 +8,7 @@ restarted.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from dynamo_lite.disagg.engine import Engine
@@ -32,11 +31,6 @@ _SILENT_S, _DEAD_S = 2.5, 30.0
 _STALLED_S = 30.0
 #: Step timeout until the engine has produced a token: a step may compile kernels.
 _FIRST_TOKEN_S = 900.0
-
-#: A worker's health before its engine is loaded.
-NOT_LOADED: Mapping[str, Any] = MappingProxyType(
-    {"ok": False, "checks": {"model": "not loaded yet: wait"}}
-)
 
 
 class EngineProbe:
@@ -79,8 +73,12 @@ class EngineProbe:
         host.spawn(probing, "engine-probe")
         return host.spawn(heartbeats, "health-beat")
 
+    def close(self) -> None:
+        """From now on an engine that does not answer has not failed: it is being closed."""
+        self.closing = True
+
     async def run(self) -> None:
-        """Ends when an engine that is being closed (`closing`) does not answer."""
+        """Ends after `close`."""
         with self._messaging.watch_connection(self._on_connection):
             while not self.closing:
                 began = self._now()
@@ -118,7 +116,7 @@ class EngineProbe:
             "ok": works,
             "trouble": trouble,
             "dead": self.dead(),
-            "checks": {"model": "", "engine": todo},
+            "checks": {"engine": todo},
         }
 
     async def _ask_status(self) -> bool:

@@ -1,6 +1,5 @@
 """The prefill worker: pulls jobs, computes them, and writes the KV into decode engines' blocks."""
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,7 +13,7 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
-from dynamo_lite.serve.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.serve.services.engine_probe import EngineProbe
 from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, status_gauges
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
@@ -30,10 +29,6 @@ class PrefillWorker:
         self._spec = spec
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
-        self._jobs: PrefillJobs | None = None
-        self._probe: EngineProbe | None = None
-        self._links: PeerLinks | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
@@ -51,6 +46,7 @@ class PrefillWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=status_gauges(host.registry, BLOCK_GAUGES),
         )
+        self._stack.callback(probe.close)
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         parts = WriterParts(
             namespace=self._spec.namespace,
@@ -69,6 +65,9 @@ class PrefillWorker:
             host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
         )
+        # An interrupted start does not drain. A closed queue answers each pull at once, so a loop
+        # that still pulls would not let the event loop run.
+        self._stack.push_async_callback(jobs.stop)
         host.spawn(links.run(), "links")
         await host.register("prefill", model=engine.model)
         self._heartbeat = probe.start(probe.run())
@@ -80,24 +79,13 @@ class PrefillWorker:
 
     async def drain(self, grace_s: float) -> None:
         """Stops pulling, and finishes the pulled jobs with their writes."""
-        if self._jobs is None:
-            return
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        self._heartbeat.cancel()
         await self._jobs.stop()
         await all_of([self._jobs.idle], timeout_s=grace_s)
 
     async def close(self) -> None:
-        if self._probe is not None:
-            self._probe.closing = True
-        if self._jobs is not None:
-            # An interrupted start has not drained. A closed queue answers each pull at once, so
-            # a loop that still pulls would not let the event loop run.
-            await self._jobs.stop()
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
-        if self._jobs is None or self._probe is None or self._links is None:
-            return NOT_LOADED
         jobs, unfit = len(self._jobs.working), self._links.misfit
         return {**self._probe.facts(), "jobs": jobs, "unfit": unfit}

@@ -21,7 +21,6 @@ from dynamo_lite.protocol.routing import (
 from dynamo_lite.routing.kv_follower import KvFollower
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.serve.services.config import RouterConfig
@@ -68,9 +67,6 @@ class Router:
         self._config = msgspec.convert(config, RouterConfig)
         self._spec = spec
         self._stack = AsyncExitStack()
-        self._workers: Roster | None = None
-        self._picker: KvPicker | None = None
-        self._options: LiveOptions | None = None
         self._early: OrderedDict[str, None] = OrderedDict()
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -86,8 +82,7 @@ class Router:
         def apply(values: Values) -> None:
             picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = host.live_options(config, apply)
-        await enter(options.following())
+        await enter(host.live_options(config, apply))
         frontends = await enter(
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
         )
@@ -107,16 +102,13 @@ class Router:
 
     def health(self) -> dict[str, Any]:
         return {
-            "ok": self._picker is not None,
-            "checks": {"index": "" if self._picker else "not open yet: wait"},
-            "workers": len(self._workers.members) if self._workers is not None else 0,
-            "requests": len(self._picker.loads.requests) if self._picker is not None else 0,
-            "options": self._options.facts() if self._options is not None else {},
+            "ok": True,
+            "workers": len(self._workers.members),
+            "requests": len(self._picker.loads.requests),
         }
 
     async def _on_pick(self, payload: bytes) -> bytes:
         asked = decode_pick_request(payload)
-        assert self._workers is not None and self._picker is not None
         members = self._workers.members
         without = self._workers.lease_ids - set(asked.candidates)
         if len(without) == len(members):
@@ -139,7 +131,6 @@ class Router:
 
     async def _on_fates(self, payload: bytes) -> None:
         fates = decode_fates(payload)
-        assert self._picker is not None
         for request_id in fates.answered:
             self._picker.answered(_own_id(fates.client, request_id))
         for request_id in fates.released:
@@ -157,7 +148,6 @@ class Router:
 
     def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
         """A Frontend that is gone reports no outcomes any more."""
-        assert self._picker is not None
         loads, clients = self._picker.loads, tuple(_own_id(client, "") for client in left)
         for request_id in [name for name in loads.requests if name.startswith(clients)]:
             loads.released(request_id)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -11,7 +10,6 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.serve.services.frontend.processor import client_of, relay
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm import front_half
@@ -192,24 +190,3 @@ async def test_stop_cancels_what_does_not_finish(front: Front):
         await asyncio.wait_for(server.stop(0.1), 10)
         await front.workers.wait_aborted(1)
         await asyncio.gather(asking, return_exceptions=True)
-
-
-# The Processor's endpoints
-
-
-async def test_processor_answers_as_the_app_does(front: Front):
-    processor = partial(relay, client_of(front.app.asgi), 60.0)
-    chat = json.loads(await processor("chat/completions", json.dumps(CHAT).encode()))
-    assert chat["choices"][0]["message"]["content"] == "abcde"
-    text = json.loads(await processor("completions", json.dumps(TEXT).encode()))
-    assert text["choices"][0]["text"] == "abcde"
-    wrong = json.dumps(TEXT | {"model": "other"}).encode()
-    assert json.loads(await processor("completions", wrong))["error"]["code"] == 404
-
-
-async def test_the_apps_key_opens_it_to_the_processor_too(model: Path):
-    async with open_front(model, "--api-key=secret") as front:
-        assert (await front.post("/v1/completions", TEXT)).status_code == 401
-        processor = partial(relay, client_of(front.app.asgi, front.app.api_key), 60.0)
-        answer = json.loads(await processor("completions", json.dumps(TEXT).encode()))
-        assert answer["choices"][0]["text"] == "abcde"

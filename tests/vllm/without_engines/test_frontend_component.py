@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +49,7 @@ class Cluster:
         self.registry = CollectorRegistry()  # the Frontend's
         self.extra: list[str] = []  # its arguments of vLLM's
         self.facts: dict[str, Any] = {}  # what it said when it was ready
+        self.options: Callable[[], Any] = lambda: None
 
     @asynccontextmanager
     async def host(self, spec: ProcessSpec) -> AsyncIterator[Host]:
@@ -89,7 +90,7 @@ class Cluster:
     async def frontend(self, model: Path) -> AsyncIterator[tuple[Frontend, str]]:
         spec = replace(self.spec, engine_args=[*flags(model), *self.extra])
         async with self.host(spec) as host:
-            component = Frontend(spec.config, spec)
+            component, self.options = Frontend(spec.config, spec), lambda: host.options
             try:
                 self.facts = await component.start(host)
                 yield component, self.facts["url"]
@@ -122,14 +123,14 @@ async def test_a_limit_that_is_set_while_it_runs(cluster: Cluster, model: Path):
     siblings = TEXT | {"n": 3, "temperature": 1}
     async with (
         cluster.worker(),
-        cluster.frontend(model) as (component, url),
+        cluster.frontend(model) as (_, url),
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
         await answered(http, 200, siblings)
         where = cluster.store, cluster.spec.namespace, cluster.spec.component
         await live_options.write(*where, {"max-in-flight-requests": 2})
         await answered(http, 429, siblings)
-        options = component.health()["options"]
+        options = cluster.options().facts()
         assert options["set"] == {"max-in-flight-requests": 2}
         assert options["file"]["max-in-flight-requests"] == 2048
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 200

@@ -18,7 +18,6 @@ from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import running
@@ -46,11 +45,6 @@ class WorkerCheck:
     without_broker: str = ""
 
 
-NONE_REGISTERED = WorkerCheck(
-    trouble="no decode worker is registered: start one, or wait until it has loaded its model"
-)
-
-
 def check_workers(
     roster: Roster, health: HealthMonitor, transport: RemoteGenerateClient
 ) -> WorkerCheck:
@@ -62,7 +56,10 @@ def check_workers(
     """
     workers = len(roster.members)
     if not workers:
-        return NONE_REGISTERED
+        return WorkerCheck(
+            trouble="no decode worker is registered: start one, or wait until it has loaded its"
+            " model"
+        )
     if health.receives_heartbeats:
         if health.responsive:
             return WorkerCheck()
@@ -131,12 +128,6 @@ class RequestDispatcher:
 
     def __init__(self, config: FrontendConfig, spec: ProcessSpec, stack: AsyncExitStack):
         self._config, self._component, self._stack = config, spec.watch_component, stack
-        #: From `watch_workers` on, as the two after it.
-        self._workers: HealthMonitor | None = None
-        self._roster: Roster
-        self._picker: Picker
-        self._failover: FailoverClient | None = None
-        self._options: LiveOptions | None = None
 
     async def watch_workers(self, host: Host) -> None:
         """To be called long before `open_intake`, so that the workers are known by then."""
@@ -162,7 +153,6 @@ class RequestDispatcher:
         """
         from dynamo_lite.vllm.frontend.intake import Intake
 
-        assert self._workers is not None
         config, workers = self._config, self._workers
         connect = partial(
             RemoteGenerateClient,
@@ -190,8 +180,7 @@ class RequestDispatcher:
             if isinstance(self._picker, KvPicker):
                 self._picker.options = applied(values, config.kv_router, "kv_router")
 
-        self._options = options = host.live_options(config, apply)
-        await self._stack.enter_async_context(options.following())
+        await self._stack.enter_async_context(host.live_options(config, apply))
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return Intake(
             failover,
@@ -203,17 +192,10 @@ class RequestDispatcher:
         )
 
     def check(self) -> WorkerCheck:
-        if self._workers is None or self._failover is None:
-            return NONE_REGISTERED
         return check_workers(self._roster, self._workers, self._failover.transport)
 
     def facts(self) -> dict[str, Any]:
-        workers, options = self._workers, self._options
-        return {
-            "workers": len(self._roster.members) if workers is not None else 0,
-            "responsive": len(workers.responsive) if workers is not None else 0,
-            "options": options.facts() if options is not None else {},
-        }
+        return {"workers": len(self._roster.members), "responsive": len(self._workers.responsive)}
 
     async def _open_picker(self, host: Host) -> Picker:
         match self._config.router:

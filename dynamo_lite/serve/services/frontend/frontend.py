@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_lite.protocol import names
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.overview.observer import Observer
@@ -20,19 +19,17 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.dispatcher import RequestDispatcher
 from dynamo_lite.serve.services.frontend.http import HttpServer, Probed, url_of
-from dynamo_lite.serve.services.frontend.processor import ENDPOINTS, client_of, relay
 from dynamo_lite.vllm.compat import vllm_version
 from dynamo_lite.vllm.edge_choice import find_program
 
 if TYPE_CHECKING:
-    from httpx import AsyncClient
     from starlette.types import ASGIApp
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
-#: How much later than a request's own limit the HTTP edge may answer the Processor.
-_LATE_S = 5.0
+#: What the app does, as the component Processor: chat template, tokens, text.
+_PROCESSOR = ("chat/completions", "completions")
 
 
 class Frontend:
@@ -41,7 +38,6 @@ class Frontend:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._dispatcher = RequestDispatcher(self._config, spec, self._stack)
-        self._app: OpenAiApp | RustEdge | None = None
         self._rust: RustEdge | None = None
         self._server: HttpServer | None = None
 
@@ -58,26 +54,21 @@ class Frontend:
         url, python = url_of(sock), None
         if self._config.edge == "rust":
             host.progress("starting vLLM's Rust frontend")
-            self._app = self._rust = app = await self._open_rust(host, sock, url)
+            self._rust = app = await self._open_rust(host, sock, url)
             # Its process has a copy. With this one open, connections would wait here in a drain.
             sock.close()
             host.spawn(app.process.run(url), "vLLM's Rust frontend")
-            client = client_of(url)
         else:
             host.progress("loading the tokenizer and the OpenAI app")
-            self._app = app = python = await self._open_app(host)
-            client = client_of(app.asgi, app.api_key)
-        await self._stack.enter_async_context(client)
+            app = python = await self._open_app(host)
+        self._app = app
         await host.register("http", stream=address)
-        await self._serve_processor(host, client, app.served_model)
+        for endpoint in _PROCESSOR:
+            await host.register(endpoint, component="Processor", model=app.served_model)
         if python is not None:
             # Last: a failure after this would break accepted requests.
             url = await self._serve_http(host, python, sock)
         return {"url": url, "model": app.served_model, "asks_key": app.api_key is not None}
-
-    def _timeout_s(self) -> float:
-        """The limit of a request that names none."""
-        return min(self._config.default_request_timeout_s, self._config.max_request_timeout_s)
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
         # After the checks of the port and of etcd, because it takes seconds.
@@ -115,7 +106,7 @@ class Frontend:
                 sock,
                 url,
                 partial(self._dispatcher.open_intake, host),
-                timeout_s=self._timeout_s(),
+                timeout_s=min(config.default_request_timeout_s, config.max_request_timeout_s),
                 grace_s=self._spec.grace_s,
             )
         )
@@ -145,17 +136,6 @@ class Frontend:
         await self._stack.enter_async_context(observer)
         return Dashboard(app, observer, any_name=self._config.dashboard is True)
 
-    async def _serve_processor(self, host: Host, client: "AsyncClient", model: str) -> None:
-        relayed = partial(relay, client, self._timeout_s() + _LATE_S, on_drop=host.drops)
-        for endpoint in ENDPOINTS:
-            subject = names.endpoint_subject(
-                self._spec.namespace, "Processor", endpoint, host.lease.id
-            )
-            await self._stack.enter_async_context(
-                host.messaging.serve(subject, partial(relayed, endpoint))
-            )
-            await host.register(endpoint, component="Processor", model=model)
-
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open responses may finish within `grace_s`, then they are
         cancelled."""
@@ -169,20 +149,15 @@ class Frontend:
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        app = self._app
-        trouble = app.trouble if app is not None else ""
-        check = self._dispatcher.check()
-        checks = {
-            "model": "" if app is not None else "the tokenizer is not loaded yet",
-            "workers": check.trouble,
-        }
+        app, check = self._app, self._dispatcher.check()
+        checks = {"workers": check.trouble}
         if self._rust is not None:
             checks["edge"] = self._rust.unhealthy
         return {
-            "ok": app is not None and not trouble and not checks.get("edge"),
-            "dead": trouble,
+            "ok": not app.trouble and not checks.get("edge"),
+            "dead": app.trouble,
             "checks": checks,
             "without_broker": check.without_broker,
-            "requests": app.in_flight if app is not None else 0,
+            "requests": app.in_flight,
             **self._dispatcher.facts(),
         }
