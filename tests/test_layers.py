@@ -54,19 +54,19 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_975,
-    "dynamo_lite/runtime": 6_099,
-    "dynamo_lite/routing": 1_055,
-    "dynamo_lite/transfer": 1_265,
-    "dynamo_lite/request_plane": 1_860,
-    "dynamo_lite/disagg": 6_392,
-    "dynamo_lite/vllm": 6_987,
-    "dynamo_lite/forward": 4_858,
-    "dynamo_lite/planner": 1_801,
-    "dynamo_lite/serve": 5_620,
-    "dynamo_lite/cli": 2_681,
-    "tests": 54_845,
-    "tests/simulation": 7_946,
+    "dynamo_lite/protocol": 1_928,
+    "dynamo_lite/runtime": 5_678,
+    "dynamo_lite/routing": 1_017,
+    "dynamo_lite/transfer": 1_257,
+    "dynamo_lite/request_plane": 1_830,
+    "dynamo_lite/disagg": 6_058,
+    "dynamo_lite/vllm": 6_598,
+    "dynamo_lite/forward": 4_573,
+    "dynamo_lite/planner": 1_782,
+    "dynamo_lite/serve": 4_929,
+    "dynamo_lite/cli": 2_486,
+    "tests": 49_544,
+    "tests/simulation": 7_913,
 }
 SLACK = 50
 
