@@ -34,11 +34,11 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import (
     Held,
+    Written,
     decode_claim,
     decode_claim_reply,
     decode_done,
     decode_job,
-    decode_written,
 )
 from dynamo_lite.protocol.records import EndpointRecord, KvRegion
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
@@ -105,12 +105,11 @@ class _TakesBackClaimed(Ledger):
 class _ForeignCommits(DecodeRank):
     """A decode engine accepts each commit, whatever claim it names."""
 
-    def _add_notice(self, payload: bytes) -> None:
-        notice = decode_written(payload)
+    def _take(self, notice: Written) -> None:
         awaited = self._awaited.get(notice.attempt)
         if awaited is not None and awaited.claim:
             notice = msgspec.structs.replace(notice, claim=awaited.claim)
-        super()._add_notice(encode(notice))
+        super()._take(notice)
 
 
 class _NoAttemptId(DecodeScheduler):

@@ -579,11 +579,17 @@ def test_blocks_that_landed_under_another_claim_do_not_count(decode):
     assert unclaimed(decode) == 1
 
 
-@pytest.mark.parametrize("claim", [100, 275, 276, 1299])
+@pytest.mark.parametrize("claim", [100, 343, 344, 599])
 def test_what_comes_before_a_claim_is_bounded(decode, claim):
     said(decode, expect={"a1": "r1"})
-    said(decode, *(of_claim(100 + i) for i in range(1200)))
-    # The last 1,024 are known.
-    known = claim >= 276
+    said(decode, *(of_claim(100 + i) for i in range(500)))
+    # The last 256 are known.
+    known = claim >= 344
     assert said(decode, claims={"a1": claim}) == (({"r1"}, set()) if known else NOTHING)
-    assert not known or unclaimed(decode) == 1023
+    assert not known or unclaimed(decode) == 255
+
+
+def test_what_comes_before_a_claim_is_not_pushed_out_by_another_attempts(decode):
+    said(decode, of_claim(5), expect={"a1": "r1"})
+    said(decode, *(of_claim(6, attempt=f"ended-{i % 9}") for i in range(3000)))
+    assert said(decode, claims={"a1": 5}) == ({"r1"}, set())

@@ -28,6 +28,8 @@ from dynamo_lite.transfer.sharding import hole
 logger = logging.getLogger(__name__)
 
 _MAX_EARLY = 1024
+#: How many notifications of an attempt are kept until its claim is known; the last ones.
+_MAX_UNCLAIMED = 256
 
 
 @dataclass
@@ -58,8 +60,8 @@ class _Awaited:
 
 
 class DecodeRank:
-    """own: this rank's memory. max_early: how many notifications are kept whose attempt, or its
-    claim, is not known; the step that names it may still come.
+    """own: this rank's memory. max_early: of how many attempts notifications are kept before the
+    attempt, or its claim, is known; the step that names it may still come.
 
     An attempt counts as lost if the commits of its writers do not bring each byte of its blocks
     once.
@@ -69,7 +71,8 @@ class DecodeRank:
         self._mover, self._own = mover, own
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: deque[Written] = deque(maxlen=max_early)
+        self._early: dict[str, deque[Written]] = {}
+        self._max_early = max_early
         self._log_limit = LogLimit()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -125,20 +128,17 @@ class DecodeRank:
         self._take(notice)
 
     def _claimed(self, attempt: str, claim: int) -> None:
-        if (awaited := self._awaited.get(attempt)) is None:
-            return
-        awaited.claim = claim
-        early, self._early = self._early, deque(maxlen=self._early.maxlen)
-        for notice in early:
-            if notice.attempt == attempt:
+        if (awaited := self._awaited.get(attempt)) is not None:
+            awaited.claim = claim
+            for notice in self._early.pop(attempt, ()):
                 self._take(notice)
-            else:
-                self._early.append(notice)
 
     def _take(self, notice: Written) -> None:
         awaited = self._awaited.get(notice.attempt)
         if awaited is None or not awaited.claim:
-            self._early.append(notice)
+            self._early.setdefault(notice.attempt, deque(maxlen=_MAX_UNCLAIMED)).append(notice)
+            if len(self._early) > self._max_early:
+                del self._early[next(iter(self._early))]
         elif notice.claim == awaited.claim:
             awaited.add(notice)
         else:
