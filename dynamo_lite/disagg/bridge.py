@@ -17,7 +17,7 @@ import uvloop
 
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
@@ -71,7 +71,7 @@ class NatsEtcdClients:
         return EtcdStore(self._config.etcd_url)
 
     def queue(self, config: QueueConfig) -> PrefillQueue:
-        return open_queue(self._config.nats_url, self._config.namespace, config)
+        return JetStreamQueue(self._config.nats_url, self._config.namespace, config)
 
 
 #: Returns the bridge of a session.

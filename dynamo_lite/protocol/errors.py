@@ -1,24 +1,4 @@
-"""Every error that dynamo_lite raises on purpose, in one shallow tree.
-
-DynamoLiteError
-├── ConfigError            the user's graph, YAML or flags are wrong (exit 2)
-├── StartupError           something outside is missing or conflicts (exit 1)
-├── ProtocolError          bytes from the network are not a message of ours
-├── DeadlineExceeded       a network wait ran out of time
-├── Unavailable            nothing can take this now; retrying later may help
-│   ├── NoWorkers          no live worker serves the endpoint
-│   ├── Overloaded         every worker, or this process, is at a limit
-│   ├── WorkerLost         an accepted request lost its worker, and no other continues it
-│   ├── NoResponders       the subject has no subscriber: that member is gone
-│   ├── BrokerUnavailable  NATS is out of reach
-│   └── StoreUnavailable   etcd is out of reach
-├── Refused                a worker answered with a refusal
-├── QueueFull              the prefill queue is at its hard cap: not queued
-├── EngineDied             the engine's process is gone
-├── LeaseLost              this process's lease is gone: it must stop acting
-└── TransferError          a KV transfer failed
-    └── IncompatiblePeer   two engines' KV layouts cannot be mapped
-"""
+"""Every error that dynamo_lite raises on purpose, in one shallow tree."""
 
 
 class DynamoLiteError(Exception):
@@ -26,7 +6,8 @@ class DynamoLiteError(Exception):
 
 
 class ConfigError(DynamoLiteError):
-    """Bad user input. `mistakes` has one complete sentence per mistake."""
+    """The user's graph, YAML or flags are wrong (exit 2). `mistakes` has one complete sentence per
+    mistake."""
 
     def __init__(self, mistakes: list[str]):
         super().__init__("\n".join(mistakes))
@@ -34,7 +15,7 @@ class ConfigError(DynamoLiteError):
 
 
 class StartupError(DynamoLiteError):
-    """A start failed for a reason outside the configuration's text."""
+    """Something outside is missing or conflicts (exit 1)."""
 
 
 class ProtocolError(DynamoLiteError):
@@ -46,12 +27,11 @@ class DeadlineExceeded(DynamoLiteError):
 
     def __init__(self, what: str, after_s: float):
         super().__init__(f"{what}: no answer within {after_s:g} s")
-        self.what = what
         self.after_s = after_s
 
 
 class Unavailable(DynamoLiteError):
-    """Nothing can take this now."""
+    """Nothing can take this now; retrying later may help."""
 
 
 class NoWorkers(Unavailable):
@@ -67,7 +47,7 @@ class WorkerLost(Unavailable):
 
 
 class NoResponders(Unavailable):
-    """The subject has no subscriber."""
+    """The subject has no subscriber: that member is gone."""
 
 
 class BrokerUnavailable(Unavailable):
@@ -100,12 +80,10 @@ class EngineDied(DynamoLiteError):
 
 
 class LeaseLost(DynamoLiteError):
-    """The lease `lease_id` is gone."""
+    """This process's lease is gone: it must stop acting."""
 
     def __init__(self, lease_id: int, why: str):
         super().__init__(f"lease {lease_id:x} lost: {why}")
-        self.lease_id = lease_id
-        self.why = why
 
 
 class TransferError(DynamoLiteError):

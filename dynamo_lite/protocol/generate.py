@@ -174,6 +174,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     #: Of an engine that says why; only with the finish reason "error".
     error: EngineError | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.token_ids or self.finish_reason or self.prefill or self.prompt_logprobs)
+
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First frame on a connection, from the frontend."""

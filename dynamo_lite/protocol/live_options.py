@@ -6,7 +6,6 @@ component. It has no lease: it outlives the processes that wrote and follow it.
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -35,13 +34,11 @@ def _live(*sets: type, **sections: type) -> Mapping[str, Any]:
 
     sets: of the component's own section. sections: section to the set that stands in it.
     """
-    return MappingProxyType(
-        {
-            _key(field, section): hint
-            for section, kind in (*(("", kind) for kind in sets), *sections.items())
-            for field, hint in get_type_hints(kind, include_extras=True).items()
-        }
-    )
+    return {
+        _key(field, section): hint
+        for section, kind in (*(("", kind) for kind in sets), *sections.items())
+        for field, hint in get_type_hints(kind, include_extras=True).items()
+    }
 
 
 def _key(field: str, section: str) -> str:
@@ -49,15 +46,13 @@ def _key(field: str, section: str) -> str:
 
 
 #: Component to its options that can be changed, each with its type.
-LIVE_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "VllmWorker": _live(DisaggOptions, AdmissionOptions),
-        # The section `kv-router` has an effect with `router: kv`.
-        "Frontend": _live(AdmissionOptions, kv_router=KvRoutingOptions),
-        "Router": _live(kv_router=KvRoutingOptions),
-        "Planner": _live(PlannerOptions),
-    }
-)
+LIVE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "VllmWorker": _live(DisaggOptions, AdmissionOptions),
+    # The section `kv-router` has an effect with `router: kv`.
+    "Frontend": _live(AdmissionOptions, kv_router=KvRoutingOptions),
+    "Router": _live(kv_router=KvRoutingOptions),
+    "Planner": _live(PlannerOptions),
+}
 
 
 class LiveOptionsRecord(msgspec.Struct, frozen=True, kw_only=True):

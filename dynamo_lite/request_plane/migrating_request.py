@@ -113,7 +113,7 @@ class MigratingRequest:
         if again and again == len(delta.token_ids) and delta.finish_reason is None:
             return None
         cut = self._cut(delta, again)
-        return None if cut is not delta and _is_empty(cut) else cut
+        return None if cut is not delta and cut.is_empty else cut
 
     def _compare(self, delta: TokenDelta, again: int) -> None:
         covered = self._covered + again
@@ -141,10 +141,6 @@ class MigratingRequest:
                 changes["prompt_logprobs"] = None
             self._told_prompt_logprobs = True
         return msgspec.structs.replace(delta, **changes) if changes else delta
-
-
-def _is_empty(delta: TokenDelta) -> bool:
-    return not (delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs)
 
 
 def rows_after(rows: LogprobRows, count: int) -> LogprobRows | None:

@@ -13,7 +13,6 @@ import nkeys
 import pytest
 import uvloop
 
-from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -73,7 +72,7 @@ async def use_broker(url: str) -> None:
     async def echo(payload: bytes) -> bytes:
         return payload
 
-    queue = JetStreamQueue(url, stream="jobs", subject="jobs.all", config=QueueConfig())
+    queue = JetStreamQueue(url, "jobs")
     async with asyncio.timeout(20), NatsMessaging(url) as messaging, queue:
         async with messaging.serve("echo", echo):
             assert await messaging.request("echo", b"hello", timeout_s=5) == b"hello"

@@ -131,12 +131,7 @@ async def test_hostile_jobs_are_delivered_like_others_and_can_be_ended(
     """None of them holds up what comes after it, or passes for the broker's own word."""
     rng, subject = Random(2), names.prefill_jobs_subject(namespace)
     spoiler = Spoiler(rng)
-    queue = JetStreamQueue(
-        nats_url,
-        stream=names.prefill_stream(namespace),
-        subject=subject,
-        config=QueueConfig(max_jobs=400),
-    )
+    queue = JetStreamQueue(nats_url, namespace, QueueConfig(max_jobs=400))
     async with queue, publisher(nats_url) as hostile:
         for number in range(60):
             headers = rng.choice(HEADERS)

@@ -9,8 +9,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StorageType, StreamSource
 
-from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DeadlineExceeded, StartupError, StoreUnavailable
 from dynamo_lite.protocol.permissions import all_permissions
@@ -193,7 +192,7 @@ async def test_a_user_of_another_graph_hears_asks_and_records_nothing(rights: Le
         return b"yes"
 
     foreign, claim = rights.foreign(), names.claim_subject(NAMESPACE, "e1")
-    queue = open_queue(rights.nats_url("VllmWorker"), NAMESPACE, QueueConfig(), None)
+    queue = JetStreamQueue(rights.nats_url("VllmWorker"), NAMESPACE)
     async with (
         NatsMessaging(rights.nats_url("VllmWorker")) as decode,
         NatsMessaging(rights.nats_url("PrefillWorker")) as prefill,

@@ -72,7 +72,7 @@ class Impostor:
         await message.respond(self.instead.get(name, json.dumps(GOOD[name]).encode()))
 
     def open(self) -> JetStreamQueue:
-        return JetStreamQueue(self.url, stream=STREAM, subject=SUBJECT, config=CONFIG)
+        return JetStreamQueue(self.url, "n", CONFIG)
 
 
 @asynccontextmanager

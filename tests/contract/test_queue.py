@@ -54,7 +54,7 @@ async def open_queue(
             queue: PrefillQueue = (
                 MemoryQueue(broker, stream=stream, subject=subject, config=config)
                 if request.param == "memory"
-                else JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+                else JetStreamQueue(nats_url, namespace, config)
             )
             return await stack.enter_async_context(queue)
 
@@ -430,13 +430,7 @@ async def depth_once_back(queue: PrefillQueue) -> QueueDepth:
 
 
 def jetstream(server: Server, namespace: str, **options: Any) -> JetStreamQueue:
-    return JetStreamQueue(
-        server.url,
-        stream=names.prefill_stream(namespace),
-        subject=names.prefill_jobs_subject(namespace),
-        config=QueueConfig(push_timeout_s=0.5),
-        **options,
-    )
+    return JetStreamQueue(server.url, namespace, QueueConfig(push_timeout_s=0.5), **options)
 
 
 async def delete_stream(url: str, namespace: str) -> None:

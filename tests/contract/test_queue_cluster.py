@@ -39,8 +39,7 @@ ELECTED_S = 45.0
 
 
 def queue_of(url: str, namespace: str, config: QueueConfig = THREE) -> JetStreamQueue:
-    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
-    return JetStreamQueue(url, stream=stream, subject=subject, config=config)
+    return JetStreamQueue(url, namespace, config)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_lite.disagg.attempts.ledger import CLAIM_S
 from dynamo_lite.disagg.queue.base import QueueConfig
-from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
@@ -91,7 +91,7 @@ async def test_a_prefill_worker_takes_a_job(compose: Compose, services: dict[str
         done.put_nowait(decode_done(payload))
 
     engine = NAMESPACE, "e1"
-    queue = open_queue(compose.nats_url("decode"), NAMESPACE, QueueConfig(push_timeout_s=10.0))
+    queue = JetStreamQueue(compose.nats_url("decode"), NAMESPACE, QueueConfig(push_timeout_s=10.0))
     async with (
         asyncio.timeout(60),
         EtcdStore(compose.etcd_url("decode")) as store,

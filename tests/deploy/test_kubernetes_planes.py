@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dynamo_lite.disagg.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.etcd.store import EtcdStore
@@ -60,7 +60,7 @@ async def test_the_queue_is_in_files_of_three_servers(
     assert (options.replicas, options.storage) == (3, "file")
     config = replace(QueueConfig.of(options), push_timeout_s=10.0)
     decode, prefill = (
-        open_queue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config)
+        JetStreamQueue(urls[name]["DYNAMO_LITE_NATS_URL"], NAMESPACE, config)
         for name in ("decode", "prefill")
     )
     async with asyncio.timeout(90), decode, prefill:

@@ -10,7 +10,6 @@ from typing import Self
 
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
@@ -119,12 +118,9 @@ class Jobs:
 
     async def __aenter__(self) -> Self:
         config = QueueConfig(replicas=3)
-        stream, subject = names.prefill_stream("jobs"), names.prefill_jobs_subject("jobs")
         async with AsyncExitStack() as stack:
             users = [
-                await stack.enter_async_context(
-                    JetStreamQueue(self._url, stream=stream, subject=subject, config=config)
-                )
+                await stack.enter_async_context(JetStreamQueue(self._url, "jobs", config))
                 for _ in range(4)
             ]
             for queue in users[2:]:

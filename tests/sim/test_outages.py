@@ -44,7 +44,7 @@ async def store(cluster: Cluster) -> AsyncIterator[EtcdStore]:
 async def queues(cluster: Cluster) -> AsyncIterator[tuple[JetStreamQueue, JetStreamQueue]]:
     config = QueueConfig()
     async with AsyncExitStack() as stack:
-        pair = [JetStreamQueue(URL, stream="q", subject="q.jobs", config=config) for _ in range(2)]
+        pair = [JetStreamQueue(URL, "q", config) for _ in range(2)]
         for queue in pair:
             await stack.enter_async_context(queue)
         yield pair[0], pair[1]

@@ -7,7 +7,6 @@ import pytest
 
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.protocol import names
 from tests.contract import test_queue
 from tests.sim import contract
 from tests.sim.servers import SimNats
@@ -19,11 +18,10 @@ globals().update(contract.tests_of(test_queue, "open_queue", "rig", "nats_server
 
 @pytest.fixture
 async def open_queue(nats_url: str, namespace: str) -> AsyncIterator[test_queue.Opener]:
-    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     async with AsyncExitStack() as stack:
 
         async def open_one(config: QueueConfig = test_queue.DEFAULT) -> PrefillQueue:
-            queue = JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+            queue = JetStreamQueue(nats_url, namespace, config)
             return await stack.enter_async_context(queue)
 
         yield open_one

@@ -128,7 +128,8 @@ class ControlSession:
                 on_drop=self._on_drop,
             )
             await enter(options.following(on_failure))
-            await enter(self.workers.follow(store, messaging, self._on_usable_change, on_failure))
+            changes = self._on_members, self._on_health, self._on_usable_change
+            await enter(self.workers.follow(store, messaging, *changes, on_failure))
             for name, where, handler in (
                 (names.claim_subject, "claim", self._on_claim),
                 (names.done_subject, "done", self._on_done),
@@ -141,7 +142,6 @@ class ControlSession:
             watch = self.queue_watch.watch(queue)
             await enter(running(watch, name="queue-view", on_failure=on_failure))
             self._tasks = tasks = await enter(OwnedTasks(on_failure))
-            self.workers.listen(self._on_members, self._on_health)
             try:
                 yield
             finally:

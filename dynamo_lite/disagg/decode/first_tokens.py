@@ -144,7 +144,7 @@ class FirstTokens:
                 delta = msgspec.structs.replace(delta, token_ids=[])
             else:
                 return self._continuation(awaited, delta.token_ids[0])
-        return None if _is_empty(delta) else delta
+        return None if delta.is_empty else delta
 
     def _continuation(self, awaited: _Awaited, other: int) -> GenerateRequest:
         self._different.inc()
@@ -163,7 +163,3 @@ class FirstTokens:
         return msgspec.structs.replace(
             request, output_token_ids=[*request.output_token_ids, token], timeout_s=left_s
         )
-
-
-def _is_empty(delta: TokenDelta) -> bool:
-    return not (delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs)

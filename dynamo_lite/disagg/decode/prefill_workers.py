@@ -79,12 +79,16 @@ class PrefillWorkers:
         self,
         store: Store,
         messaging: Messaging,
+        on_members: OnChange,
+        on_health: OnChange,
         on_links: Callable[[], None],
         on_failure: OnFailure = log_failure,
     ) -> AsyncIterator[None]:
         """Waits for the first listings. Raises StoreUnavailable.
 
-        on_links: called when a link is marked, or not any more. on_failure: of what follows them.
+        on_members: takes the workers that have registered and those that have left. on_health:
+        takes those that respond again and those that do not any more. on_links: called when a link
+        is marked, or not any more. on_failure: of what follows them.
         """
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:
@@ -99,17 +103,10 @@ class PrefillWorkers:
                     on_drop=self._on_drop,
                 )
             )
+            self._roster.on_change(on_members)
+            self._health.on_change(on_health)
             await enter(self._links.follow(store, on_links, on_failure))
             yield
-
-    def listen(self, on_members: OnChange, on_health: OnChange) -> None:
-        """To be called inside `follow()`, once.
-
-        on_members: takes the workers that have registered and those that have left. on_health:
-        takes those that respond again and those that do not any more.
-        """
-        self._roster.on_change(on_members)
-        self._health.on_change(on_health)
 
     def show_life(self, lease_id: int) -> None:
         """The worker has sent a message, so it responds."""

@@ -25,7 +25,6 @@ from dynamo_lite.disagg.queue.topology import (
     Topology,
     unavailable,
 )
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     QueueFull,
@@ -45,25 +44,24 @@ _REPAIR_INTERVAL_S = 0.1
 
 
 class JetStreamQueue:
-    """Implements PrefillQueue.
+    """Implements PrefillQueue, for the graph of a namespace.
 
-    stream, subject: see `protocol.names`. wall: seconds since the epoch.
+    wall: seconds since the epoch.
     When the broker has lost the stream, it is created again, empty.
     """
 
     def __init__(
         self,
         url: str,
-        *,
-        stream: str,
-        subject: str,
+        namespace: str,
         config: QueueConfig | None = None,
+        *,
         on_drop: OnDrop = uncounted,
         wall: Callable[[], float] = time.time,
     ):
         self._on_drop = on_drop
         self._config = config or QueueConfig()
-        self._topology = Topology(stream, subject, self._config, wall)
+        self._topology = Topology(namespace, self._config, wall)
         self._connection = NatsMessaging(url)
         self._missing, self._log_limit = asyncio.Event(), LogLimit()
         self._ensuring = asyncio.Lock()
@@ -191,28 +189,11 @@ class JetStreamQueue:
         return self._connected_client().jetstream(timeout=API_TIMEOUT_S)
 
 
-def open_queue(
-    url: str,
-    namespace: str,
-    config: QueueConfig,
-    on_drop: OnDrop = uncounted,
-) -> JetStreamQueue:
-    """The prefill queue of a graph, a context."""
-    return JetStreamQueue(
-        url,
-        stream=names.prefill_stream(namespace),
-        subject=names.prefill_jobs_subject(namespace),
-        config=config,
-        on_drop=on_drop,
-    )
-
-
 async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOptions) -> None:
     """Raises StartupError when a queue with these options could not be opened. Changes nothing.
 
     Problems that the broker does not report now appear when the queue is opened.
     """
-    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
-    topology = Topology(stream, subject, QueueConfig.of(options))
+    topology = Topology(namespace, QueueConfig.of(options))
     with contextlib.suppress(BrokerUnavailable), unavailable("checking the queue"):
         await topology.check(messaging.client, clustered=messaging.clustered)

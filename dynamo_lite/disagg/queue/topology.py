@@ -26,6 +26,7 @@ from nats.js.errors import (
 
 from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import QueueConfig, QueueDepth, single_server_text
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, StartupError
 
 logger = logging.getLogger(__name__)
@@ -51,24 +52,17 @@ def unavailable(what: str) -> Iterator[None]:
 
 
 class Topology:
-    """The stream and the consumers of one queue.
+    """The stream and the consumers of a graph's queue.
 
     The stream's metadata contains the shared settings. So the process that creates the stream
     sets them atomically, and others can detect a difference.
     wall: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        stream: str,
-        subject: str,
-        config: QueueConfig,
-        wall: Callable[[], float] = time.time,
-    ):
-        self.stream = stream
-        self.subject = subject
-        self.config = config
-        self._wall = wall
+    def __init__(self, namespace: str, config: QueueConfig, wall: Callable[[], float] = time.time):
+        self.stream = names.prefill_stream(namespace)
+        self.subject = names.prefill_jobs_subject(namespace)
+        self.config, self._wall = config, wall
 
     async def ensure(self, client: Client) -> None:
         """Creates or checks stream and consumers; idempotent.

@@ -14,7 +14,7 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig, QueueOptions
-from dynamo_lite.disagg.queue.jetstream import open_queue
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.options import DisaggOptions, subset
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -42,7 +42,7 @@ class VllmBackend:
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
         spec, config = self._spec, QueueConfig.of(options)
-        return open_queue(spec.nats_url, spec.namespace, config, on_drop=host.drops)
+        return JetStreamQueue(spec.nats_url, spec.namespace, config, on_drop=host.drops)
 
     def open_decode_engine(
         self, host: Host, config: VllmWorkerConfig

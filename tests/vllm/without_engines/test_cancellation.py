@@ -473,7 +473,7 @@ async def test_the_job_loop_of_a_prefill_worker(cancel: Cancel):
 
 
 def open_queue() -> PrefillQueue:
-    return JetStreamQueue(SimNats(network()).url, stream="s", subject="s.jobs")
+    return JetStreamQueue(SimNats(network()).url, "s")
 
 
 @both_moments
