@@ -23,7 +23,7 @@ from benchmarks.graph import (
 from benchmarks.runtime import TOKENS, Meter, load
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from dynamo_lite.vllm.edge_choice import PROGRAM, beside_vllm, find_program
 
 MAX_RATIO = 1.5
 KEPT = ROOT / ".dynamo-lite" / PROGRAM
@@ -96,10 +96,7 @@ def main() -> None:
 
 def find_vllm_rs(given: str | None) -> Path:
     """Raises StartupError when it is not there, or is another version's."""
-    program = find_program(given) or find_program(str(KEPT))
-    assert program is not None
-    check_version(program, vllm_version())
-    return program
+    return find_program(given or str(beside_vllm() or KEPT), vllm_version())
 
 
 def measure(options: argparse.Namespace, program: Path) -> list[Round]:

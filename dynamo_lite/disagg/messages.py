@@ -26,6 +26,8 @@ class DecodeStep:
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.
     poll: bool = False
+    #: Whether the ranks are to wait for KV; only in a step that computes nothing.
+    wait: bool = False
 
 
 @dataclass(frozen=True)

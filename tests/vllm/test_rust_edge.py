@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.compat import vllm_version
-from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from dynamo_lite.vllm.edge_choice import PROGRAM, beside_vllm, find_program
 from tests.vllm.asking import Stream, assert_same, client, joined, prompt_ids, tokens_of
 from tests.vllm.conftest import Stage
 from tests.vllm.graph import (
@@ -33,13 +33,10 @@ KEPT = Path(".dynamo-lite") / PROGRAM
 
 
 def _program() -> Path | None:
-    found = find_program(None) or (KEPT.resolve() if KEPT.is_file() else None)
     try:
-        if found is not None:
-            check_version(found, vllm_version())
+        return find_program(str(beside_vllm() or KEPT), vllm_version())
     except StartupError:
         return None
-    return found
 
 
 BINARY = _program()

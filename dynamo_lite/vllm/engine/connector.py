@@ -38,6 +38,7 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.compat import hash_block_size
+from dynamo_lite.vllm.engine.arrivals import wait_for_arrival, waits_in_steps
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
     ReportMetadata,
@@ -84,6 +85,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             )
             hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config)
+        #: Whether steps that compute nothing wait for KV.
+        self._waits = waits_in_steps(vllm_config)
         #: None in a worker process, and before vLLM's blocks are there.
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._opened: OpenedRank | None = None
@@ -149,6 +152,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             step = self._step()
             assert isinstance(step, DecodeStep)
             self._rank.step(step)
+            if step.wait:
+                wait_for_arrival(self._rank)
         results = RankResults() if self._rank is None else self._rank.results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
@@ -281,7 +286,10 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             speculation = self._vllm_config.speculative_config
             drafts = 0 if speculation is None else speculation.num_speculative_tokens
             filling = filling_blocks(scheduler_output, self._manager, size, drafts)
-            return StepMetadata(self._decode.build_step(filling, in_use=in_use))
+            step = self._decode.build_step(filling, in_use=in_use)
+            idle = not scheduler_output.num_scheduled_tokens
+            step.wait = self._waits and idle and self._decode.prefills.jobs > 0
+            return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(
             self._prefill.build_step(

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from dynamo_lite.disagg.engine_config import EngineConfig
@@ -29,6 +30,13 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler half to the worker halves, each step."""
 
     step: DecodeStep | PrefillStep
+
+
+def step_of(metadata: KVConnectorMetadata | None) -> DecodeStep | PrefillStep | None:
+    """Ours in a step's metadata, which may have another connector's beside it."""
+    if isinstance(metadata, MultiKVConnectorMetadata):
+        metadata = metadata.metadata[0]
+    return metadata.step if isinstance(metadata, StepMetadata) else None
 
 
 @dataclass

@@ -6,14 +6,68 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from benchmarks.followers import BLOCK, Steps
 from dynamo_lite.disagg.attempts.ledger import Ended, Outcome, Release
+from dynamo_lite.disagg.messages import DecodeStep, PrefillStep
 from dynamo_lite.vllm.engine import arrivals, connector
+from dynamo_lite.vllm.engine.arrivals import (
+    ArrivalScheduler,
+    AsyncArrivalScheduler,
+    wait_for_arrival,
+    waits_in_steps,
+)
+from dynamo_lite.vllm.engine.connector_types import StepMetadata
 from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
 
 DECODE, PREFILL = engine_config(DECODE_ROLE), engine_config(PREFILL_ROLE)
+
+
+@pytest.mark.parametrize(("arrives_at", "waited_s"), [(1, 0.0), (3, 0.0004), (1000, 0.001)])
+def test_a_wait_ends_with_the_look_that_finds_kv(arrives_at: int, waited_s: float):
+    """New requests and aborts are looked at between two steps only."""
+    looks, slept = iter(range(1, 2000)), list[float]()
+    rank: Any = SimpleNamespace(poll=lambda: next(looks) >= arrives_at)
+    wait_for_arrival(rank, sleep=slept.append)
+    assert sum(slept) == pytest.approx(waited_s)
+
+
+@pytest.mark.parametrize(
+    ("step", "sleeps"),
+    [(DecodeStep(wait=True), False), (DecodeStep(poll=True), True), (PrefillStep(), True)],
+)
+def test_vllm_does_not_sleep_after_a_step_that_has_waited(monkeypatch, step: Any, sleeps: bool):
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: "outputs"})
+    output: Any = SimpleNamespace(
+        total_num_scheduled_tokens=0, kv_connector_metadata=StepMetadata(step)
+    )
+    scheduler = ArrivalScheduler.__new__(ArrivalScheduler)
+    assert scheduler.update_from_output(output, None) == {0: "outputs"}  # type: ignore[arg-type]
+    assert (output.total_num_scheduled_tokens == 0) is sleeps
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, True),
+        ({"scheduler": AsyncArrivalScheduler}, False),
+        ({"scheduler": Scheduler}, False),
+        ({"max_concurrent_batches": 2}, False),
+        ({"speculative_config": object()}, False),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, False),
+    ],
+)
+def test_steps_wait_only_where_vllm_does_not_sleep_after_them(changes: Any, waits: bool):
+    scheduler = changes.pop("scheduler", ArrivalScheduler)
+    config: Any = {
+        "max_concurrent_batches": 1,
+        "scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: scheduler),
+        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "speculative_config": None,
+    }
+    assert waits_in_steps(SimpleNamespace(**{**config, **changes})) is waits  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheduler", [None, f"{arrivals.__name__}.AsyncArrivalScheduler"])
