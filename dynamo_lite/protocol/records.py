@@ -196,17 +196,13 @@ def decode_engine(data: bytes) -> EngineMetadata:
     return metadata
 
 
-def _end(region: KvRegion, num_blocks: int) -> int:
-    return region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
-
-
 def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
     if len({region.layer for region in rank.regions}) != len(rank.regions):
         raise ProtocolError("two regions have the same layer")
     for region in rank.regions:
         uneven = region.head_bytes and region.block_bytes % region.head_bytes
-        beyond = _end(region, num_blocks) > _LIMIT
-        if region.stride_bytes < region.block_bytes or beyond or uneven:
+        end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
+        if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
             raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")
 
 

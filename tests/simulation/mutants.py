@@ -29,7 +29,6 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.disagg.queue.puller import JetStreamJob
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import (
@@ -238,11 +237,9 @@ def _worker(violates: str, change: Callable[[PrefillWorker, Host], None]) -> Mut
 class _DeliversTwice(JetStreamQueue):
     """The queue delivers some jobs again."""
 
-    _last: JetStreamJob | None = None
+    _last: Job | None = None
 
-    async def pull(
-        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
-    ) -> JetStreamJob | None:
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         job, self._last = self._last, None
         if job is None:
             job = await super().pull(timeout_s=timeout_s, lanes=lanes)

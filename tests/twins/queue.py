@@ -5,10 +5,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
-from dynamo_lite.disagg.queue.base import MAX_AGE_S, QueueConfig, QueueDepth
+from dynamo_lite.disagg.queue.base import MAX_AGE_S, Job, QueueConfig, QueueDepth
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 
 
@@ -99,18 +100,6 @@ def _shared(config: QueueConfig) -> QueueConfig:
     return replace(config, push_timeout_s=0.0)
 
 
-class MemoryJob:
-    """Implements Job."""
-
-    def __init__(self, broker: MemoryBroker, stream: MemoryStream, entry: Entry):
-        self._broker, self._stream = broker, stream
-        self.payload, self.sequence = entry.payload, entry.sequence
-
-    async def ack(self) -> None:
-        self._broker.check_connected()
-        self._stream.remove(self.sequence)
-
-
 class MemoryQueue:
     """Implements PrefillQueue."""
 
@@ -168,21 +157,24 @@ class MemoryQueue:
         size = sum(len(entry.payload) for entry in entries)
         return QueueDepth(len(entries), size)
 
-    async def pull(
-        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
-    ) -> MemoryJob | None:
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         order = self._turns.order(lanes)
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._stopped:
                     if self._broker.connected and (entry := self._stream.take(order)) is not None:
                         self._turns.took(entry.lane, order)
-                        return MemoryJob(self._broker, self._stream, entry)
+                        ack = partial(self._ack, entry.sequence)
+                        return Job(entry.payload, entry.sequence, ack)
                     self._stream.changed.clear()
                     await self._stream.changed.wait()
         except TimeoutError:
             pass
         return None
+
+    async def _ack(self, sequence: int) -> None:
+        self._broker.check_connected()
+        self._stream.remove(sequence)
 
     async def stop_pulling(self) -> None:
         self._stopped = True

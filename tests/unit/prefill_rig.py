@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -47,31 +49,24 @@ TARGET = engine_metadata(lease_id=7, num_blocks=POOL, ranks=(rank_metadata(),))
 CLAIM_S = 3.0
 
 
-class NotedJob:
-    """Notes that a job is acknowledged."""
-
-    def __init__(self, job: Job, acked: list[int]):
-        self._job, self._acked = job, acked
-        self.payload, self.sequence = job.payload, job.sequence
-
-    async def ack(self) -> None:
-        for _ in range(3):  # what was published before has been handled then
-            await asyncio.sleep(0)
-        self._acked.append(self.sequence)
-        await self._job.ack()
-
-
 class NotedQueue(MemoryQueue):
     """kept: jobs that the broker has delivered and that were not pulled."""
 
+    #: Sequences.
     acked: list[int]
     kept: list[Job]
 
-    async def pull(self, **wanted: Any) -> Any:
+    async def pull(self, **wanted: Any) -> Job | None:
         job = await super().pull(**wanted)
         if job is None and self.kept:
             job = self.kept.pop(0)
-        return None if job is None else NotedJob(job, self.acked)
+        return None if job is None else replace(job, ack=partial(self._noted, job))
+
+    async def _noted(self, job: Job) -> None:
+        for _ in range(3):  # what was published before has been handled then
+            await asyncio.sleep(0)
+        self.acked.append(job.sequence)
+        await job.ack()
 
 
 class ScriptedEngine:

@@ -114,7 +114,7 @@ async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     assert await decode.claim(attempt) == HELD
     decode.finish("r1")
     await decode.step()
-    held = {block.block_id for block in decode.half.prefills.held()[attempt]}
+    held = {block.block_id for block in decode.half.prefills._by_attempt[attempt].held}
     assert held == {*job.prefix_block_ids, *job.block_ids} and len(job.prefix_block_ids) == 3
     await decode.done(attempt, "abandoned")
     decode.half.build_step()

@@ -38,7 +38,7 @@ async def test_a_job_names_the_blocks_of_each_group(decode: Decode):
     assert job.other_groups == [[NULL_BLOCK, 6, 7]]
     assert job.prefix_block_ids == [], "a window's prefix is not whole"
     assert await decode.claim(job.attempt) == HELD
-    held = {block.block_id for block in decode.half.prefills.held()[job.attempt]}
+    held = {block.block_id for block in decode.half.prefills._by_attempt[job.attempt].held}
     assert held >= {2, 3, 4, 6, 7} and not held & {5, 8}
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from dynamo_lite.disagg.decision.lanes import Lane, granted_priority, lane_of
-from dynamo_lite.disagg.queue.base import QueueConfig
 
 
 @pytest.mark.parametrize(
@@ -13,8 +12,7 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 def test_a_job_waits_by_its_length_unless_its_priority_says_otherwise(
     tokens: int, priority: int, lane: Lane
 ):
-    config = QueueConfig(short_length=100)
-    assert lane_of(tokens, priority, 100) is config.lane_of(tokens, priority) is lane
+    assert lane_of(tokens, priority, 100) is lane
 
 
 def test_what_clients_are_granted():

@@ -190,7 +190,7 @@ async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Cac
     assert job.num_computed_tokens == 6 * BLOCK
     assert (len(job.prefix_block_ids), len(job.block_ids)) == (6, 4)
     assert job.deadline == engine.clock.wall() + TIMEOUT_S - 5
-    held = {block.block_id for block in engine.half.prefills.held()[first]}
+    held = {block.block_id for block in engine.half.prefills._by_attempt[first].held}
     assert not held & set(job.block_ids), "its zombie may still write there"
     assert engine.counted("resume/writer_lost") == 1
     assert await engine.claim(job.attempt, OTHER) == HELD

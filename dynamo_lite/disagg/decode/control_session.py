@@ -25,6 +25,7 @@ from dynamo_lite.disagg.attempts.ledger import (
     Release,
 )
 from dynamo_lite.disagg.bridge import ServerClients
+from dynamo_lite.disagg.decision.lanes import lane_of
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
@@ -257,7 +258,8 @@ class ControlSession:
             self._apply(lambda ledger: ledger.not_published(attempt))
             return
         try:
-            lane = self._role.queue.lane_of(job.tokens_to_compute, job.priority)
+            short_length = self._role.queue.short_length
+            lane = lane_of(job.tokens_to_compute, job.priority, short_length)
             payload = encode(job)
             sequence = await self._queue.push(
                 payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.decisions import (
     decode_explain,
 )
 
-#: How many decisions an engine remembers, and for how many seconds.
+#: How many decisions an engine remembers, and how old those are that it tells.
 MOST, LONGEST_S = 4096, 900.0
 
 
@@ -32,16 +32,10 @@ class DecisionLog:
         self._lock = threading.Lock()
         self._kept: deque[RemotePrefill] = deque(maxlen=MOST)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def append(self, prefill: RemotePrefill) -> None:
-        """Adds the final decision about a prompt, and forgets those that are too old."""
-        oldest = prefill.decided.at - LONGEST_S
+        """Adds the final decision about a prompt."""
         with self._lock:
             self._kept.append(prefill)
-            while self._kept[0].decided.at < oldest:
-                self._kept.popleft()
 
     def answer(self, payload: bytes) -> bytes:
         """The reply to an `Explain`, on any thread. Raises ProtocolError."""

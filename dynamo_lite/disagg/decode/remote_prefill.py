@@ -191,22 +191,10 @@ def report_decision(
 def report_end(stats: Counters, prefill: RemotePrefill) -> None:
     """Notes the spans of a remote prefill that has ended, and counts its stages if its KV
     came."""
-    _note_spans(stats, prefill)
-    if "fill" in prefill.times:
+    trace, above, times = prefill.trace, prefill.above, prefill.times
+    if "fill" in times:
         for stage, seconds in stages_s(prefill).items():
             stats.add_stage(stage, seconds)
-
-
-def report_resume(stats: Counters, prefill: RemotePrefill) -> None:
-    """Counts how long the engine took to schedule the prompt after its KV came."""
-    start, end = prefill.times["fill"], prefill.times["resume"]
-    stats.add_stage("resume", end - start)
-    if prefill.above is not None:
-        note_child(stats, "resume", prefill.above, start, end)
-
-
-def _note_spans(stats: Counters, prefill: RemotePrefill) -> None:
-    trace, above, times = prefill.trace, prefill.above, prefill.times
     if trace is None or above is None:
         return
     assert prefill.outcome is not None

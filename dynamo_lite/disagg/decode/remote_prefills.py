@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
-from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters
+from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters, note_child
 from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import (
@@ -16,7 +16,6 @@ from dynamo_lite.disagg.decode.remote_prefill import (
     RemotePrefill,
     report_decision,
     report_end,
-    report_resume,
 )
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.trace import traced
@@ -195,16 +194,15 @@ class RemotePrefills:
         are not released."""
         return any(not each.parked for each in self._by_attempt.values())
 
-    def held(self) -> dict[str, Sequence[Block]]:
-        """Blocks that are held back, by attempt."""
-        return {name: each.held for name, each in self._by_attempt.items() if each.held}
-
     def _scheduled(self, prefill: RemotePrefill) -> None:
         """The engine computes the prompt's last token. Only the first time after its KV came
         counts."""
         if "fill" in prefill.times and "resume" not in prefill.times:
-            prefill.times["resume"] = self._now()
-            report_resume(self._stats, prefill)
+            received, now = prefill.times["fill"], self._now()
+            prefill.times["resume"] = now
+            self._stats.add_stage("resume", now - received)
+            if prefill.above is not None:
+                note_child(self._stats, "resume", prefill.above, received, now)
 
     def _unpark(self, prefill: RemotePrefill) -> None:
         prefill.prompt = None

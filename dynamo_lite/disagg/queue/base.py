@@ -4,11 +4,11 @@
 `tests/contract/test_queue.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
-from dynamo_lite.disagg.decision.lanes import Lane, lane_of
+from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.protocol.options import NaturalOption, PositiveOption
 
 MAX_AGE_S = 600.0
@@ -44,10 +44,6 @@ class QueueConfig(QueueOptions):
     def of(cls, options: QueueOptions) -> Self:
         return cls(**vars(options))
 
-    def lane_of(self, tokens: int, priority: int) -> Lane:
-        """The lane of a job with this many tokens to compute."""
-        return lane_of(tokens, priority, self.short_length)
-
 
 def single_server_text(replicas: int) -> str:
     """Why that many replicas are refused by a NATS server that is not in a cluster."""
@@ -67,22 +63,16 @@ class QueueDepth:
     size: int
 
 
-class Job(Protocol):
+@dataclass(eq=False)
+class Job:
     """A pulled job. No worker gets it again."""
 
-    @property
-    def payload(self) -> bytes: ...
-
-    @property
-    def sequence(self) -> int: ...
-
-    async def ack(self) -> None:
-        """The job is over: removes it from the queue.
-
-        Raises BrokerUnavailable and nothing else. Then the job may stay on the queue, where it
-        counts, until its decode engine deletes it, or for `max_age_s`.
-        """
-        ...
+    payload: bytes
+    sequence: int
+    #: To be called when the job is over: removes it from the queue. Raises BrokerUnavailable and
+    #: nothing else. Then the job may stay on the queue, where it counts, until its decode engine
+    #: deletes it, or for `max_age_s`.
+    ack: Callable[[], Awaitable[None]]
 
 
 class PrefillQueue(Protocol):

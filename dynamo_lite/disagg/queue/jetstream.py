@@ -15,11 +15,12 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from dynamo_lite.disagg.decision.lanes import Lane
 from dynamo_lite.disagg.queue.base import (
     MAX_AGE_S,
+    Job,
     QueueConfig,
     QueueDepth,
     QueueOptions,
 )
-from dynamo_lite.disagg.queue.puller import JetStreamJob, Puller
+from dynamo_lite.disagg.queue.puller import Puller
 from dynamo_lite.disagg.queue.topology import (
     API_TIMEOUT_S,
     Topology,
@@ -100,7 +101,9 @@ class JetStreamQueue:
     async def _publish(self, payload: bytes, message_id: str, lane: Lane, life_s: float) -> int:
         """As `push`. Errors of nats-py pass through."""
         subject, timeout_s = self._topology.subject_of(lane), self._config.push_timeout_s
-        headers = {"Nats-Msg-Id": message_id, "Nats-TTL": self._ttl(life_s)}
+        # In whole seconds. It counts in place of the stream's `max_age`.
+        ttl_s = max(math.ceil(min(life_s, self._config.max_age_s)), 1)
+        headers = {"Nats-Msg-Id": message_id, "Nats-TTL": f"{ttl_s}s"}
         try:
             answer = await self._js().publish(subject, payload, timeout=timeout_s, headers=headers)
         except APIError as exc:
@@ -110,10 +113,6 @@ class JetStreamQueue:
         if not isinstance(answer.seq, int):  # nats-py does not check
             raise TypeError(f"the sequence {answer.seq!r}")
         return answer.seq
-
-    def _ttl(self, life_s: float) -> str:
-        """JetStream's is in whole seconds, and counts in place of the stream's `max_age`."""
-        return f"{max(math.ceil(min(life_s, self._config.max_age_s)), 1)}s"
 
     async def delete(self, sequence: int) -> bool:
         with unavailable("delete"):
@@ -135,9 +134,7 @@ class JetStreamQueue:
             raise BrokerUnavailable("the broker has lost the queue")
         return depth
 
-    async def pull(
-        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
-    ) -> JetStreamJob | None:
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         if self._puller is None:
             raise BrokerUnavailable("the queue is closed")
         return await self._puller.pull(timeout_s, lanes)

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -23,6 +24,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
+from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.topology import Topology, consumer_name
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.runtime.drops import OnDrop
@@ -34,27 +36,6 @@ _REQUEST_S = 5.0
 #: How much later than its timeout a pull request may be answered.
 GRACE_S = 0.25
 _CLOSE_TIMEOUT_S = 1.0
-
-
-class JetStreamJob:
-    """Implements Job."""
-
-    def __init__(self, client: Client, message: Msg):
-        self._client, self._reply = client, message.reply
-        self.payload = message.data
-        self.sequence: int = message.metadata.sequence.stream
-
-    def __repr__(self) -> str:
-        return f"<JetStreamJob sequence={self.sequence}>"
-
-    async def ack(self) -> None:
-        if not self._client.is_connected:
-            raise BrokerUnavailable(f"job {self.sequence}: NATS is disconnected")
-        try:
-            await self._client.publish(self._reply, b"+ACK")
-        except (errors.Error, OSError) as exc:
-            reason = str(exc) or type(exc).__name__
-            raise BrokerUnavailable(f"job {self.sequence}: {reason}") from exc
 
 
 @dataclass(eq=False)
@@ -76,7 +57,7 @@ class LanePull:
         #: Unanswered requests, oldest first.
         self.requests: deque[PullRequest] = deque()
         #: Delivered jobs that no `pull` has returned yet, oldest first.
-        self.arrived: deque[JetStreamJob] = deque()
+        self.arrived: deque[Job] = deque()
 
     async def open(self) -> None:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
@@ -129,12 +110,22 @@ class LanePull:
 
     def _add_job(self, message: Msg) -> None:
         try:
-            job = JetStreamJob(self._client, message)
+            sequence = message.metadata.sequence.stream
         except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
             logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
             self._owner.on_drop("job")
         else:
-            self.arrived.append(job)
+            ack = partial(self._ack, sequence, message.reply)
+            self.arrived.append(Job(message.data, sequence, ack))
+
+    async def _ack(self, sequence: int, reply: str) -> None:
+        if not self._client.is_connected:
+            raise BrokerUnavailable(f"job {sequence}: NATS is disconnected")
+        try:
+            await self._client.publish(reply, b"+ACK")
+        except (errors.Error, OSError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"job {sequence}: {reason}") from exc
 
 
 class Puller:
@@ -162,7 +153,7 @@ class Puller:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def pull(self, timeout_s: float, lanes: Sequence[Lane]) -> JetStreamJob | None:
+    async def pull(self, timeout_s: float, lanes: Sequence[Lane]) -> Job | None:
         """lanes: the lanes to pull from."""
         deadline = loop_time() + timeout_s
         chosen = [self._lanes[lane] for lane in lanes]
@@ -172,7 +163,7 @@ class Puller:
             return job
         return await self._wait_for_one(chosen, deadline)
 
-    async def _check_lanes(self, lanes: Sequence[Lane]) -> JetStreamJob | None:
+    async def _check_lanes(self, lanes: Sequence[Lane]) -> Job | None:
         """Returns a waiting job of the first lane that has one."""
         order = self._turns.order(lanes)
         for lane in order:
@@ -187,7 +178,7 @@ class Puller:
                 return job
         return None
 
-    async def _wait_for_one(self, chosen: list[LanePull], deadline: float) -> JetStreamJob | None:
+    async def _wait_for_one(self, chosen: list[LanePull], deadline: float) -> Job | None:
         """Asks each lane for one job, unless another pull does: it returns one job, and a job of
         another lane must wait for the next pull.
 
@@ -242,7 +233,7 @@ class Puller:
         self.pause()
         self._on_missing()
 
-    def _pop_arrived(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
+    def _pop_arrived(self, chosen: Iterable[LanePull]) -> Job | None:
         """Removes and returns the oldest delivered job."""
         return next((asking.arrived.popleft() for asking in chosen if asking.arrived), None)
 

@@ -103,7 +103,8 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def held(self, attempt: str) -> Sequence[Block]:
         """The blocks that are held because a writer of the attempt may write."""
-        return self.scheduler.prefills.held().get(attempt, ())
+        record = self.scheduler.prefills._by_attempt.get(attempt)
+        return () if record is None else record.held
 
     def outcome(self, attempt: str) -> Outcome | None:
         """How the attempt ended for its request, while its blocks are held; None: not yet."""
@@ -135,7 +136,8 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def unsettled(self) -> str | None:
         """What the halves still wait for, as text; None when nothing is left."""
-        if held := self.scheduler.prefills.held():
+        records = self.scheduler.prefills._by_attempt.items()
+        if held := [attempt for attempt, record in records if record.held]:
             return f"attempts {', '.join(held)} are in quarantine"
         if self.scheduler.prefills:
             return f"the scheduler half keeps {self.scheduler.prefills!r}"
