@@ -71,7 +71,7 @@ class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """A client's request, for the scheduler half of a decode engine."""
 
     #: End of the request's time, in seconds on this host's monotonic clock; None: no limit.
-    deadline: float | None
+    deadline: float | None = None
     #: Whether a prefill worker may compute the request's first token.
     first_token: bool = False
     #: The request's LoRA adapter, with the digest of this worker's files.
@@ -118,10 +118,9 @@ def with_first_token(params: Mapping[str, Any] | None) -> dict[str, Any]:
 
     params: from `decode_params`.
     """
-    made = dict(params) if params is not None else pack(DecodeRequestParams(deadline=None))
-    return made | {"first_token": True}
+    return {**(params or {}), "first_token": True}
 
 
 def decode_params_of(request: Prompt) -> DecodeRequestParams:
     """Also for a request without parameters. Raises ProtocolError."""
-    return unpack(request, DecodeRequestParams) or DecodeRequestParams(deadline=None)
+    return unpack(request, DecodeRequestParams) or DecodeRequestParams()

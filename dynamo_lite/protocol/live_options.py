@@ -6,7 +6,7 @@ component. It has no lease: it outlives the processes that wrote and follow it.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -16,13 +16,9 @@ from dynamo_lite.protocol.options import (
     AdmissionOptions,
     DisaggOptions,
     KvRoutingOptions,
+    Options,
     PlannerOptions,
 )
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Options = TypeVar("Options", bound="DataclassInstance")
 
 #: Key, as in the component's section of the configuration file, to value. A key that is not there
 #: has the value of the file; None is a value.

@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-T = TypeVar("T", bound="DataclassInstance")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 _MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
 NaturalOption = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
@@ -73,6 +73,6 @@ class PlannerOptions:
     start_timeout_s: SecondsOption = 600.0
 
 
-def subset(kind: type[T], options: Any) -> T:
+def subset(kind: type[Options], options: Any) -> Options:
     """The set `kind`, with its values from `options`, which has these fields and others."""
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})

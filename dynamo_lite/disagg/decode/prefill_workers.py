@@ -6,6 +6,7 @@ A prefill worker stores a `LinkRecord` of each link that it does not use, under 
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol import names
@@ -41,22 +42,18 @@ class WriterLinks:
     ) -> contextlib.AbstractAsyncContextManager[None]:
         """Entering waits for the first listing. on_change: called from the event loop when a mark
         has come or gone, also in that listing. Raises StoreUnavailable."""
+        prefix, take = names.links_prefix(self._namespace), partial(self._apply, on_change)
+        return following(store, prefix, take, on_failure)
 
-        def take(event: WatchEvent) -> None:
-            if self._apply(event):
-                on_change()
-
-        return following(store, names.links_prefix(self._namespace), take, on_failure)
-
-    def _apply(self, event: WatchEvent) -> bool:
-        """Whether any mark has come or gone."""
+    def _apply(self, on_change: Callable[[], None], event: WatchEvent) -> None:
         before = frozenset(self._marked)
         for key, value in changes(event, before).items():
             if value is None:
                 self._marked.discard(key)
             elif key.endswith(f":{self._engine_id}"):
                 self._marked.add(key)
-        return self._marked != before
+        if self._marked != before:
+            on_change()
 
 
 class PrefillWorkers:

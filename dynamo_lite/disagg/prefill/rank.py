@@ -123,7 +123,10 @@ class PrefillRank:
         for write in step.writes:
             self._add(write, ready)
         for name, complete in step.ended:
-            self._end(name, complete=complete)
+            attempt = self._attempts.setdefault(name, OutgoingAttempt(WritingAttempt(name, "")))
+            attempt.ended = True
+            if not complete:
+                self._clear(attempt)
         self._pump()
 
     def results(self) -> RankResults:
@@ -196,14 +199,6 @@ class PrefillRank:
         layout = self._peers.layout(of.target_engine)
         parts = [write] if layout is None else split(write, layout)
         attempt.queue += [(part, ready) for part in parts]
-
-    def _end(self, name: str, *, complete: bool) -> None:
-        """Its request has finished: no write is added any more. Unless it is complete, none starts
-        any more, either."""
-        attempt = self._attempts.setdefault(name, OutgoingAttempt(WritingAttempt(name, "")))
-        attempt.ended = True
-        if not complete:
-            self._clear(attempt)
 
     def drain_preempted(self, step: PrefillStep) -> None:
         """Ends all writes from blocks of preempted attempts, which are about to be overwritten.
@@ -286,7 +281,11 @@ class PrefillRank:
             if attempt.slot is not None:
                 attempt.slot.users += 1
         if write.last:
-            self._poll_commit(attempt)
+            # Its notification is only sent when a poll sees its end. The next poll may be a whole
+            # step away, while the decode engine's client waits.
+            until = self._now() + _COMMIT_POLL_S
+            while attempt.in_flight and self._now() < until:
+                self._poll(attempt)
 
     def _clear(self, attempt: OutgoingAttempt) -> None:
         """Drops all writes that were not started."""
@@ -296,15 +295,6 @@ class PrefillRank:
     def _release_slot(self, attempt: OutgoingAttempt) -> None:
         self._staging.release(attempt.slot)
         attempt.slot = None
-
-    def _poll_commit(self, attempt: OutgoingAttempt) -> None:
-        """Polls a last write for a moment: its notification is only sent when a poll sees its end.
-
-        The next poll may be a whole step away, while the decode engine's client waits.
-        """
-        until = self._now() + _COMMIT_POLL_S
-        while attempt.in_flight and self._now() < until:
-            self._poll(attempt)
 
     def _write(
         self, write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None
