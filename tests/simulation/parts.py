@@ -15,7 +15,6 @@ from dynamo_lite.disagg.counters import RemotePrefillMetrics
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
-from dynamo_lite.protocol import names
 from dynamo_lite.runtime.claim_cells import ClaimCells, Until
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
@@ -94,13 +93,7 @@ class SimClients:
         return self.world.open_store()
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
-        return self.queue_client(
-            URL,
-            stream=names.prefill_stream(NAMESPACE),
-            subject=names.prefill_jobs_subject(NAMESPACE),
-            config=config,
-            wall=self.clock.wall,
-        )
+        return self.queue_client(URL, NAMESPACE, config, wall=self.clock.wall)
 
 
 class _Pulls:
