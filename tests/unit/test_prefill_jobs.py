@@ -191,6 +191,7 @@ async def test_a_job_that_is_delivered_while_the_queue_stops_is_handed_back():
     async with working(runners=0) as rig:
         await rig.push(prefill_job())
         job = await super(type(rig.queue), rig.queue).pull(timeout_s=1)
+        assert job is not None
         pulls, stopping, delivered = 0, asyncio.Event(), asyncio.Event()
         pull, stop = rig.queue.pull, rig.queue.stop_pulling
 
