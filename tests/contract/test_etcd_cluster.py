@@ -148,3 +148,15 @@ async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServ
         await cluster.members[follower].kill()
         assert await asyncio.gather(*reading) == [b"1"] * 50
         assert await store.get_prefix("n/") == {"n/a": b"1"}
+
+
+async def test_a_frozen_member_does_not_cost_the_shortest_lease(
+    cluster: EtcdCluster[PrivateServer],
+) -> None:
+    leader = await cluster.leader()
+    names = sorted(cluster.members, key=lambda name: name == leader)
+    url = ",".join(cluster.members[name].url.removeprefix("http://") for name in names)
+    async with EtcdStore(f"http://{url}") as store, store.lease(2) as lease:
+        await freeze(cluster, names[0])
+        await asyncio.sleep(3.0)
+        assert lease.loss is None

@@ -12,7 +12,6 @@ from dynamo_lite.protocol.errors import StartupError, StoreUnavailable, Unavaila
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import NoBroker
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import LeaseLoss
@@ -149,7 +148,7 @@ async def test_a_live_member_of_another_wire_version_is_reported(etcd_url: str, 
     async with EtcdStore(etcd_url) as store:
         await register(store, record)
         with pytest.raises(StartupError) as refused:
-            await check_access(spec("", namespace=namespace), store, NoBroker())
+            await check_access(spec("", namespace=namespace), store, NatsMessaging(""))
     assert str(refused.value) == f"cannot join namespace {namespace}: {misfit(record)}"
 
 

@@ -321,8 +321,8 @@ async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
     """What the store that was wiped had shown does not count in the new one."""
     call = EtcdClient.call
 
-    async def without_answer(client: EtcdClient, request: Any) -> Any:
-        reply = await call(client, request)
+    async def without_answer(client: EtcdClient, request: Any, *limit: float) -> Any:
+        reply = await call(client, request, *limit)
         if isinstance(request, rpc.LeaseGrantRequest):
             raise TimeoutError
         return reply

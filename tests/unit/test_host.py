@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from subprocess import PIPE
 
 import pytest
 
@@ -273,18 +275,33 @@ async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
     # The fixture finds tasks that are left.
 
 
-def test_a_process_whose_event_loop_hangs_is_ended_and_says_where():
-    program = """
-import asyncio, time
+def looped(body: str) -> subprocess.Popen[bytes]:
+    program = f"""
+import asyncio, os, signal, time
 from dynamo_lite.runtime.process import stop
 stop.HUNG_S = 1.0
 def hang(): time.sleep(60)
 async def main():
-    await asyncio.sleep(3.0)
-    print("it ran", flush=True)
-    hang()
+{body}
 stop.run_loop(main())
 """
-    ended = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True)
-    assert ended.returncode == 1 and ended.stdout == b"it ran\n"
-    assert b"in hang" in ended.stderr
+    return subprocess.Popen([sys.executable, "-c", program], stdout=PIPE, stderr=PIPE)
+
+
+def test_a_process_whose_event_loop_hangs_is_ended_and_says_where():
+    ended = looped("    await asyncio.sleep(3.0); print('it ran', flush=True); hang()")
+    out, errors = ended.communicate(timeout=30)
+    assert ended.returncode == 1 and out == b"it ran\n"
+    assert b"in hang" in errors
+
+
+def test_a_process_that_was_stopped_goes_on():
+    stopped = looped(
+        "    os.kill(os.getpid(), signal.SIGSTOP); await asyncio.sleep(1.5); print('it ran')"
+    )
+    try:
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+        time.sleep(2.0)
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert stopped.communicate(timeout=30)[0] == b"it ran\n" and stopped.returncode == 0

@@ -7,6 +7,7 @@ are not used, because they hide the store's revision.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -93,22 +94,24 @@ class EtcdClient:
         for channel in (*self._replaced, *self._channels):
             await channel.close()
 
-    async def call(self, request: Any) -> Any:
+    async def call(self, request: Any, within_s: float = math.inf) -> Any:
         """The reply to one of the requests in `_use`; None if etcd has ended a refresh without one.
+        within_s: a shorter limit for each member.
 
         Retries with another member, or with a new token, if etcd has certainly not applied the
         request, or if it only reads. In any case it stops using a member that fails. Raises
         AioRpcError.
         """
         reads = isinstance(request, rpc.RangeRequest)
+        timeout_s = min(self.timeout_s, within_s)
         untried = len(self._channels)
         renewed = False
         while True:
             channel, metadata = self.channel, self.metadata
             try:
-                metadata = await self._authenticated()
+                metadata, channel = await self._authenticated(), self.channel
                 send = self._methods[type(request)]
-                return await send(request, timeout=self.timeout_s, metadata=metadata)
+                return await send(request, timeout=timeout_s, metadata=metadata)
             except rpc.AioRpcError as exc:
                 if exc.code() in UNREACHABLE:
                     untried -= 1
