@@ -149,9 +149,7 @@ async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServ
         assert await store.get_prefix("n/") == {"n/a": b"1"}
 
 
-async def test_a_frozen_member_does_not_cost_the_shortest_lease(
-    cluster: EtcdCluster[PrivateServer],
-) -> None:
+async def test_a_frozen_member_costs_no_short_lease(cluster: EtcdCluster[PrivateServer]) -> None:
     leader = await cluster.leader()
     follower, *_ = order = sorted(cluster.members, key=lambda name: name == leader)
     async with EtcdStore(url_of(cluster, order)) as store, store.lease(2) as lease:
