@@ -104,6 +104,11 @@ class Connection(FrameConnection):
         return request_id in self._wanted
 
     @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent on it: the worker has answered its Hello."""
+        return self._opening.done() and self.is_open
+
+    @property
     def is_over(self) -> bool:
         """Whether no further request can be sent on it."""
         return self.closed.done() or (self._opening.done() and not self.is_open)
