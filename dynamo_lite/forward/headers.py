@@ -50,10 +50,9 @@ def to_client(headers: CIMultiDict[str], engine: str) -> CIMultiDict[str]:
 
 def hide(headers: CIMultiDict[str], found: str, shown: str) -> None:
     """Replaces a text in all values. Engines may return the request id of their leg."""
-    names = {name.lower() for name, value in headers.items() if found in value}
-    for name in names:
-        values = headers.popall(name)
-        headers.extend((name, value.replace(found, shown)) for value in values)
+    changed = [(name, value.replace(found, shown)) for name, value in headers.items()]
+    headers.clear()
+    headers.extend(changed)
 
 
 def client_id(headers: CIMultiDictProxy[str]) -> str:
