@@ -453,7 +453,9 @@ async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     fleet = engine.fleet
     if plain_decode(engine, leg):
         return {}
-    name = leg.headers["x-request-id"]
+    # vLLM's Responses API takes a request's id from its body.
+    name = leg.body.get("request_id") if leg.route == RESPONSES else leg.headers["x-request-id"]
+    check(name is not None, "the engine draws an id, by which nothing is paired")
     identity = {
         "remote_engine_id": engine.engine_id,
         "remote_host": "127.0.0.1",
@@ -480,7 +482,7 @@ async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     params = dict(leg.params)
     check(params.pop("do_remote_prefill") is True, "do_remote_prefill")
     check(params.pop("do_remote_decode") is False, "do_remote_decode")
-    check(params.pop("remote_request_id") == name, "remote_request_id")
+    check(params.pop("remote_request_id") == leg.headers["x-request-id"], "remote_request_id")
     check("remote_block_ids" not in params, "blocks")
     check(params == fleet.offered.get(params["remote_engine_id"]), "identity")
     fleet.once(f"D {name}")

@@ -146,7 +146,8 @@ class RequestAttempt:
         taken = self._taken[kind] = note.leg_begins(kind, engine.name)
         data = self.job.request.data if leg is None else msgspec.json.encode(leg.body)
         leg = leg or Leg({})
-        head = headers.for_leg(incoming.headers, leg.headers)
+        head = incoming.headers.copy()
+        head.update(leg.headers)
         try:
             response = self._responses[kind] = await self.parts.upstream.send(
                 engine, kind, incoming.method, incoming.path, head, data or None

@@ -163,17 +163,19 @@ def trust(ca_file: str | None) -> ssl.SSLContext:
     return TlsFiles(ca=None if ca_file is None else Path(ca_file)).context()
 
 
-#: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label
-#: sets are the running and waiting requests.
-_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
-_WAITING = (
-    *("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-    *("sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_prefill_prealloc_queue_reqs"),
-    "sglang:num_prefill_inflight_queue_reqs",
-    *("sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"),
-)
-_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
-_LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
+#: What metrics of vLLM and SGLang tell. Their sums over all label sets are the running and waiting
+#: requests.
+_LOAD = {
+    **dict.fromkeys(("vllm:num_requests_running", "sglang:num_running_reqs"), "running"),
+    **dict.fromkeys(("vllm:num_requests_waiting", "sglang:num_queue_reqs"), "waiting"),
+    # Only with disaggregation.
+    "sglang:num_prefill_bootstrap_queue_reqs": "waiting",
+    "sglang:num_prefill_prealloc_queue_reqs": "waiting",
+    "sglang:num_prefill_inflight_queue_reqs": "waiting",
+    "sglang:num_decode_prealloc_queue_reqs": "waiting",
+    "sglang:num_decode_transfer_queue_reqs": "waiting",
+    **dict.fromkeys(("vllm:kv_cache_usage_perc", "sglang:token_usage"), "usage"),
+}
 
 
 def parse_load(page: str) -> Load | None:
@@ -182,10 +184,8 @@ def parse_load(page: str) -> Load | None:
 
     Only these lines are read: vLLM's page has hundreds of them, most of histograms.
     """
-    running, waiting, usage, found = 0.0, 0.0, 0.0, False
+    told: dict[str, list[float]] = {"running": [], "waiting": [], "usage": []}
     for line in page.splitlines():
-        if not line.startswith(("vllm:", "sglang:")):
-            continue
         name = line.partition("{")[0].partition(" ")[0]
         if name not in _LOAD:
             continue
@@ -193,13 +193,9 @@ def parse_load(page: str) -> Load | None:
             value = float(line.rpartition(" ")[2])
         except ValueError:
             continue
-        if not (math.isfinite(value) and value >= 0):
-            continue
-        found = True
-        if name in _RUNNING:
-            running += value
-        elif name in _WAITING:
-            waiting += value
-        else:
-            usage = max(usage, value)
-    return Load(int(running), int(waiting), usage) if found else None
+        if math.isfinite(value) and value >= 0:
+            told[_LOAD[name]].append(value)
+    if not any(told.values()):
+        return None
+    usage = max(told["usage"], default=0.0)
+    return Load(int(sum(told["running"])), int(sum(told["waiting"])), usage)

@@ -6,6 +6,7 @@ CR is not known here: no engine is known that sends it.
 """
 
 import re
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -119,21 +120,15 @@ def error_of(event: bytes) -> bytes | None:
 def failure(response: EngineAnswer, error: bytes) -> LegFailed | Final:
     """What an error in place of output means. A status below 500 says that the request is wrong,
     not the engine."""
-    answer = _as_answer(error)
+    code: Any = None
+    with suppress(ValueError, RecursionError, KeyError, TypeError):
+        code = msgspec.json.decode(error)["error"]["code"]
+    answer = None
+    if isinstance(code, int) and 400 <= code < 600:
+        answer = Answer(code, {"content-type": "application/json"}, error)
     if answer is not None and answer.status < 500:
         return refused(response.engine, response.leg, answer)
     return LegFailed(response.engine, response.leg, "event", answer=answer)
-
-
-def _as_answer(error: bytes) -> Answer | None:
-    """With its status, if it has one."""
-    try:
-        code = msgspec.json.decode(error)["error"]["code"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return None
-    if not isinstance(code, int) or not 400 <= code < 600:
-        return None
-    return Answer(code, {"content-type": "application/json"}, error)
 
 
 class _Event(msgspec.Struct):

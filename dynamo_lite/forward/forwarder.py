@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import Answer, error
+from dynamo_lite.forward.client import error
 from dynamo_lite.forward.engines import trust
 from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
 from dynamo_lite.forward.metrics import ForwardMetrics
@@ -25,6 +25,8 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)
+
+_NO_METRICS = "metrics are at the status URL that `dynamo-lite ps` shows, and at each engine"
 
 
 def sort_out(
@@ -123,14 +125,20 @@ class Forwarder:
             discover(roster, parts)
         forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
-        await enter(self._explaining(host, forwarding))
+        subject = names.forward_explain_subject(self._spec.namespace, host.lease.id)
+
+        async def explain(payload: bytes) -> bytes:
+            return forwarding.decisions.answer(payload, host.lease.id)
+
+        await enter(host.messaging.serve(subject, counted(explain, "explain", host.drops)))
         await host.register("http", stream=advertised_address(config.host, port))
         own = {
             **{
                 path: reply_of(partial(_for_clients, make))
                 for path, make in {"/health": self.health, **host.probes}.items()
             },
-            "/metrics": _no_metrics,
+            # If the path was passed on, any of the engines would answer.
+            "/metrics": lambda: error(404, "NotFoundError", _NO_METRICS),
         }
         self._server = server = ForwardServer(
             forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
@@ -138,16 +146,6 @@ class Forwarder:
         await server.start()
         self._stack.push_async_callback(server.stop, 0.0)
         return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
-
-    def _explaining(self, host: Host, forwarding: Forwarding) -> AbstractAsyncContextManager[None]:
-        """Answers `dynamo-lite explain`."""
-        lease_id = host.lease.id
-
-        async def answer(payload: bytes) -> bytes:
-            return forwarding.decisions.answer(payload, lease_id)
-
-        subject = names.forward_explain_subject(self._spec.namespace, lease_id)
-        return host.messaging.serve(subject, counted(answer, "explain", host.drops))
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""
@@ -180,9 +178,3 @@ class Forwarder:
 def _for_clients(read: Callable[[], Mapping[str, Any]]) -> dict[str, int]:
     """Without texts, which name engines' addresses: the status server has these."""
     return {key: value for key, value in read().items() if isinstance(value, int)}
-
-
-def _no_metrics() -> Answer:
-    """If the path was passed on, any of the engines would answer."""
-    text = "metrics are at the status URL that `dynamo-lite ps` shows, and at each engine"
-    return error(404, "NotFoundError", text)

@@ -1,7 +1,7 @@
 """Which headers pass in which direction."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -13,10 +13,11 @@ _HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
-#: Set by the Forwarder, or only for a proxy: a client must not choose engines or ranks.
+#: Set by the Forwarder, or only for a proxy: a client must not choose engines or ranks. Compression
+#: is not requested, because compressed answers could not be read here.
 _NOT_FOR_ENGINES = frozenset(
     {
-        *("host", "content-length", "expect", "x-data-parallel-rank"),
+        *("host", "content-length", "expect", "accept-encoding", "x-data-parallel-rank"),
         *("x-prefiller-host-port", "x-data-parallel-host-port"),
     }
 )
@@ -49,22 +50,9 @@ def to_client(headers: CIMultiDict[str], engine: str) -> CIMultiDict[str]:
 
 def hide(headers: CIMultiDict[str], found: str, shown: str) -> None:
     """Replaces a text in all values. Engines may return the request id of their leg."""
-    names = {name.lower() for name, value in headers.items() if found in value}
-    for name in names:
-        values = headers.popall(name)
-        headers.extend((name, value.replace(found, shown)) for value in values)
-
-
-def for_leg(headers: CIMultiDict[str], own: Mapping[str, str]) -> CIMultiDict[str]:
-    """headers: of `to_engine`. own: replace the client's of the same name.
-
-    Compression is not requested, because compressed answers could not be read here.
-    """
-    leg = CIMultiDict(headers)
-    leg.popall("accept-encoding", None)
-    for name, value in own.items():
-        leg[name] = value
-    return leg
+    changed = [(name, value.replace(found, shown)) for name, value in headers.items()]
+    headers.clear()
+    headers.extend(changed)
 
 
 def client_id(headers: CIMultiDictProxy[str]) -> str:

@@ -196,14 +196,6 @@ class KnownEngines:
         self.loads.reported(engine.number, 0.0)
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 async def check(upstream: Upstream, engine: KnownEngine) -> None:
     """Returns if the engine is healthy. Its model names are read when it has become healthy.
 
@@ -231,6 +223,6 @@ async def check(upstream: Upstream, engine: KnownEngine) -> None:
 def _model_names(page: bytes) -> tuple[str, ...]:
     """Of the answer to `/v1/models`; empty for an error."""
     try:
-        return tuple(model.id for model in msgspec.json.decode(page, type=_Models).data)
-    except msgspec.DecodeError:
+        return tuple(str(model["id"]) for model in msgspec.json.decode(page)["data"])
+    except (ValueError, RecursionError, KeyError, TypeError):
         return ()

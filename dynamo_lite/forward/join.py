@@ -20,7 +20,6 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.forwarding import ProtocolName
-from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import StockEngine
 from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.host import run_process
@@ -61,10 +60,6 @@ class JoinOptions(EngineOptions):
         """Raises ValueError."""
         super().__post_init__()
         self.transfer_address(self.protocol)
-
-    @property
-    def record(self) -> StockEngine:
-        return msgspec.convert(self, StockEngine, from_attributes=True)
 
 
 class JoinedEngine:
@@ -107,7 +102,7 @@ class JoinedEngine:
             async with asyncio.timeout(grace_s):
                 await self._until_idle()
         except TimeoutError:
-            load = self._load
+            load = self._engines.load(self._engine.number)
             left = "an unknown number of" if load is None else load.running + load.waiting
             logger.warning("the engine has %s requests after %g s", left, grace_s)
 
@@ -115,7 +110,7 @@ class JoinedEngine:
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        engine, load = self._engine, self._load
+        engine, load = self._engine, self._engines.load(self._engine.number)
         facts: dict[str, Any] = {
             "ok": self._registered,
             "checks": {"engine": "" if engine.healthy else engine.trouble},
@@ -125,11 +120,7 @@ class JoinedEngine:
             "model": self._model,
         }
         if load is not None:
-            facts |= {
-                "running": load.running,
-                "waiting": load.waiting,
-                "kv_usage": load.kv_usage,
-            }
+            facts |= {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
         return facts
 
     async def _check(self) -> bool:
@@ -163,14 +154,11 @@ class JoinedEngine:
 
     async def _register(self) -> None:
         assert self._host is not None
+        record = msgspec.convert(self._options, StockEngine, from_attributes=True)
         await self._host.register(
-            "http", stream=self._engine.name, model=self._model, engine=self._options.record
+            "http", stream=self._engine.name, model=self._model, engine=record
         )
         self._registered = True
-
-    @property
-    def _load(self) -> Load | None:
-        return self._engines.load(self._engine.number)
 
     async def _until_idle(self) -> None:
         """An engine that refuses connections has ended."""
@@ -178,7 +166,7 @@ class JoinedEngine:
         while idle < _IDLE_READINGS:
             if not await self._engines.read_load(self._engine):
                 return
-            load = self._load
+            load = self._engines.load(self._engine.number)
             idle = idle + 1 if load is not None and not load.running + load.waiting else 0
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 

@@ -1,8 +1,9 @@
 """The metrics of a Forwarder or a sidecar."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -26,12 +27,6 @@ class ForwardStats:
     in_flight: int = 0
 
 
-#: By the labels' values.
-_Values = Mapping[tuple[str, ...], int]
-#: Name, text and labels of a metric.
-_Row = tuple[str, str, tuple[str, ...], _Values]
-
-
 class ForwardMetrics(Collector):
     """Reads the counts from their owners."""
 
@@ -39,44 +34,43 @@ class ForwardMetrics(Collector):
         self._stats, self._placer, self._engines = stats, placer, engines
 
     def collect(self) -> Iterable[Metric]:
-        for name, text, labels, values in self._counts():
-            yield _filled(CounterMetricFamily(name, text, labels=labels), values)
-        for name, text, labels, values in self._states():
-            yield _filled(GaugeMetricFamily(name, text, labels=labels), values)
+        stats, loads = self._stats, self._engines.loads
+        count, gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+        text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
+        yield count("dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered)
+        text = "Legs that failed before the client had a byte"
+        yield count("dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures)
+        text = "Engines that were chosen, by leg and reason"
+        yield count("dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices)
+        text = "Requests that got an error because no engine answered them"
+        refused = {(str(status),): number for status, number in stats.refused.items()}
+        yield count("dynamo_lite_forward_refused", text, ("status",), refused)
+        ended = {(how,): number for how, number in stats.ended.items()}
+        yield count("dynamo_lite_forward_requests_ended", "How requests ended", ("outcome",), ended)
 
-    def _counts(self) -> Sequence[_Row]:
-        stats = self._stats
-        begun = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        refused = {(str(status),): count for status, count in stats.refused.items()}
-        failed = "Requests that got an error because no engine answered them"
-        how, ended = "How requests ended", {(way,): n for way, n in stats.ended.items()}
-        chosen, choices = "Engines that were chosen, by leg and reason", self._placer.choices
-        legs = "Legs that failed before the client had a byte"
-        return (
-            ("dynamo_lite_forward_answers", begun, ("how", "reason"), stats.answered),
-            ("dynamo_lite_forward_leg_failures", legs, ("leg", "kind"), stats.failures),
-            ("dynamo_lite_forward_choices", chosen, ("leg", "reason"), choices),
-            ("dynamo_lite_forward_refused", failed, ("status",), refused),
-            ("dynamo_lite_forward_requests_ended", how, ("outcome",), ended),
-        )
-
-    def _states(self) -> Sequence[_Row]:
+        in_flight = {(): stats.in_flight}
+        yield gauge("dynamo_lite_forward_requests", "Requests in flight", (), in_flight)
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        loads = self._engines.loads
+        text, which = "1 while the engine gets legs", ("engine", "role")
+        yield gauge("dynamo_lite_forward_engine_usable", text, which, usable)
         legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
+        text = "Legs of this process at the engine"
+        yield gauge("dynamo_lite_forward_engine_legs", text, which, legs)
         misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
         unused = {(): len(self._engines.unused) + misfits}
-        which = ("engine", "role")
-        return (
-            ("dynamo_lite_forward_requests", "Requests in flight", (), {(): self._stats.in_flight}),
-            ("dynamo_lite_forward_engine_usable", "1 while the engine gets legs", which, usable),
-            ("dynamo_lite_forward_engine_legs", "Legs of this process at the engine", which, legs),
-            ("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused),
-        )
+        yield gauge("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused)
 
 
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:
-    for labels, value in values.items():
-        family.add_metric(list(labels), value)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    values: Mapping[tuple[str, ...], int],
+) -> Metric:
+    """values: by the labels' values."""
+    family = kind(name, text, labels=labels)
+    for each, value in values.items():
+        family.add_metric(list(each), value)
     return family

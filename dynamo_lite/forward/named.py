@@ -54,8 +54,15 @@ class AllowedHosts:
         self.entries = tuple(entries)
         self._names: set[str] = set()
         self._networks: list[IPv4Network | IPv6Network] = []
-        for entry in entries:
-            self._add(entry.strip().lower())
+        for entry in (entry.strip().lower() for entry in entries):
+            try:
+                self._networks.append(ip_network(entry.strip("[]"), strict=False))
+            except ValueError:
+                if not entry or any(char in entry for char in "/:@ *"):
+                    raise ValueError(
+                        f"{entry!r} is not an address, network (CIDR) or host name"
+                    ) from None
+                self._names.add(entry)
 
     def __contains__(self, host: str) -> bool:
         """A name is not resolved: the list must contain the same name."""
@@ -65,16 +72,6 @@ class AllowedHosts:
         if address in METADATA and ip_network(address) not in self._networks:
             return False
         return any(address in network for network in self._networks)
-
-    def _add(self, entry: str) -> None:
-        try:
-            self._networks.append(ip_network(entry.strip("[]"), strict=False))
-        except ValueError:
-            if not entry or any(char in entry for char in "/:@ *"):
-                raise ValueError(
-                    f"{entry!r} is not an address, network (CIDR) or host name"
-                ) from None
-            self._names.add(entry)
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:

@@ -92,22 +92,19 @@ class ForwarderConfig:
             engine.transfer_address(self.protocol)
             if urls.count(url) > 1:
                 raise ValueError(f"{engine.url} is named twice; list each engine once")
-        if self.protocol == "neuron-static":
-            self._check_static()
+        roles = sorted(engine.role for engine in self.engines)
+        static = not self.discovers and roles == ["decode", "prefill"]
+        if self.protocol == "neuron-static" and not static:
+            raise ValueError(
+                "neuron-static is for one prefill and one decode engine, both listed; use"
+                " neuron-dynamic"
+            )
         if self.discovers:
             return
         if not self.engines:
             raise ValueError("no engines; list some, or leave out `discover: false`")
         if not any(engine.role != "prefill" for engine in self.engines):
             raise ValueError("no engine decodes; give one the role decode or prefill-decode")
-
-    def _check_static(self) -> None:
-        roles = sorted(engine.role for engine in self.engines)
-        if self.discovers or roles != ["decode", "prefill"]:
-            raise ValueError(
-                "neuron-static is for one prefill and one decode engine, both listed; use"
-                " neuron-dynamic"
-            )
 
     @property
     def discovers(self) -> bool:
@@ -128,7 +125,6 @@ def parse_engine_url(url: str) -> tuple[str, int]:
 
 #: Prefill legs that contain the decode engine's own address.
 _NEED_HOST = ("moriio-read", "moriio-write")
-_PREFILLERS = EngineOptions(url="http://localhost:1", role="prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +133,7 @@ class SidecarConfig:
 
     forwarder: ForwarderConfig
     #: What all prefill engines that headers name have in common; the URL's host and port are any.
-    prefillers: EngineOptions = _PREFILLERS
+    prefillers: EngineOptions = EngineOptions(url="http://localhost:1", role="prefill")
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
     #: Port of the sidecar's own metrics, on the same address; 0: none.

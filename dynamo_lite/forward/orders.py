@@ -42,12 +42,13 @@ async def serial(one: RequestAttempt) -> None:
     engine = one.placement.decode
     if protocol.names_decode and not engine.usable:
         raise LegFailed(engine, "decode", "refused", engine.trouble)
-    if protocol.staged or not engine.usable:
-        one.parts.placer.place_decode(one.placement, one.job.tried)
     handoff = protocol.extract(answer)
     if handoff is None:
         logger.info("engine %s has handed nothing over", one.prefill.name)
         one.placement.alone = "no_handoff"
+    if protocol.staged or handoff is None or not engine.usable:
+        one.parts.placer.place_decode(one.placement, one.job.tried)
+    if handoff is None:
         return await alone(one)
     leg = protocol.decode(one.job.request.body, one.ids, handoff)
     await _relay(one, await one.open(one.placement.decode, "decode", leg), leg)

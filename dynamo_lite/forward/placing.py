@@ -105,11 +105,12 @@ class Placer:
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
         """After the prefill leg. Raises NoWorkers."""
+        self.released(placement, "decode")
         without = tried.decode
         if placement.prefill is not None:
             without = without | {placement.prefill.number}
         decoding, matched = self._decoding(without), self._held(placement.chain)
-        placement.decode, choice = self._choose("decode", decoding, matched)
+        placement.decode, choice = self._choose("decode", decoding, matched, placement.alone)
         placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
         self._book(placement, placement.decode, choice)
 
@@ -189,7 +190,7 @@ class Placer:
         leg, held, tokens = choice.leg, choice.matched_tokens, placement.prompt_tokens
         placement.choices.append(choice)
         self.choices[leg, choice.reason] += 1
-        computes = leg == "prefill" or placement.prefill is None
+        computes = leg == "prefill" or placement.alone
         # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
         # prompt.
         uncached = max(0, tokens - held) if computes else 0

@@ -21,9 +21,6 @@ class Admission:
         #: Sums of these.
         self._waiting_tokens = self._held_bytes = 0
 
-    def __repr__(self) -> str:
-        return f"Admission(in_flight={self.in_flight}, waiting_tokens={self.waiting_tokens})"
-
     @property
     def in_flight(self) -> int:
         return len(self._requests)

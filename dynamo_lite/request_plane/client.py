@@ -99,7 +99,7 @@ class RemoteGenerateClient:
     def is_connected(self, member: EndpointRecord) -> bool:
         """Whether requests can be sent to it without connecting first."""
         connection = self._connections.get(member.transport.stream or "")
-        return connection is not None and connection.is_open
+        return connection is not None and connection.is_ready
 
     def drop(self, member: EndpointRecord, why: str) -> None:
         """Disconnects an unresponsive member. `on_lost` reports its requests a little later."""

@@ -94,14 +94,13 @@ class Connection(FrameConnection):
         self._opening = loop.create_task(self._open(), name=f"connect {self._address}")
         self._opening.add_done_callback(self._opening_ended)
 
-    def __repr__(self) -> str:
-        return (
-            f"<Connection {self._address} pending={len(self._pending)}"
-            f" running={len(self._wanted) - len(self._pending)}>"
-        )
-
     def runs(self, request_id: str) -> bool:
         return request_id in self._wanted
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent on it: the worker has answered its Hello."""
+        return self._opening.done() and self.is_open
 
     @property
     def is_over(self) -> bool:

@@ -8,7 +8,7 @@ request id on the wire, so that late deltas of an earlier worker cannot get into
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -247,11 +247,12 @@ class FailoverClient:
         """Chooses a worker that was not tried yet; the one that it has just lost only if there is
         no other. None: all were tried, or it has ended or was migrated meanwhile."""
         members = self._members()
-        without = tried if flight.avoid is None else tried | {flight.avoid}
-        if not _any_besides(without, members):
-            without = tried
-            if not _any_besides(without, members):
-                return None
+        left = {member.lease_id for member in members} - tried
+        if not left:
+            return None
+        without = (
+            tried if flight.avoid is None or left == {flight.avoid} else tried | {flight.avoid}
+        )
         picked = self._picker.pick(members, flight.request, without)
         if not isinstance(picked, Selection):
             picked = await picked
@@ -384,10 +385,6 @@ class FailoverClient:
             flight.timer.cancel()
         if flight.migration is not None and flight.migration is not asyncio.current_task():
             flight.migration.cancel()
-
-
-def _any_besides(without: Set[int], members: Sequence[EndpointRecord]) -> bool:
-    return any(member.lease_id not in without for member in members)
 
 
 def _is_late(flight: MigratingRequest) -> bool:

@@ -88,7 +88,8 @@ class GenerateServer:
         self._admission = Admission(limits)
         #: Until the engine has refused, finished or aborted them.
         self._requests: dict[str, SessionRequest] = {}
-        self._handovers, self._aborts = OwnedTasks(), OwnedTasks()
+        # `_tried` reports a handover that fails.
+        self._handovers, self._aborts = OwnedTasks(on_failure=lambda *_: None), OwnedTasks()
         #: Why all new requests are refused; None while they are not.
         self._refusal: str | None = None
         self._idle = asyncio.Event()
@@ -237,7 +238,7 @@ class GenerateServer:
             request = self._decode(request_id, payload)
             self._check(request)
         except Refused as exc:
-            session.reply(request_id, _refusal(exc))
+            session.reply(request_id, _refused(request_id, exc))
             return
         one = self._requests[request_id] = SessionRequest(request_id, session)
         self._idle.clear()
@@ -245,7 +246,8 @@ class GenerateServer:
             one.timer = asyncio.get_running_loop().call_later(
                 min(request.timeout_s, _LONGEST_TIMEOUT_S), self._expire, one
             )
-        one.handover = self._handovers.start(self._try(request), name=f"hand over {request_id}")
+        handover = self._handler.submit(request)
+        one.handover = self._handovers.start(handover, name=f"hand over {request_id}")
         one.handover.add_done_callback(partial(self._tried, one))
 
     def _decode(self, request_id: str, payload: bytes) -> GenerateRequest:
@@ -262,18 +264,10 @@ class GenerateServer:
             raise Refused(str(exc), elsewhere=False) from exc
         return request
 
-    async def _try(self, request: GenerateRequest) -> Exception | None:
-        """Hands the request to the engine. Returns why the engine has not accepted it."""
-        try:
-            await self._handler.submit(request)
-        except Exception as exc:
-            return exc
-        return None
-
-    def _tried(self, one: SessionRequest, task: asyncio.Task[Exception | None]) -> None:
+    def _tried(self, one: SessionRequest, task: asyncio.Task[None]) -> None:
         """A callback of the task, since one that is cancelled before it runs executes nothing."""
         one.handover = None
-        failure = None if task.cancelled() else task.result()
+        failure = None if task.cancelled() else task.exception()
         if failure is not None:
             self._end(one)
         elif task.cancelled() or one.ended:
@@ -342,15 +336,12 @@ class GenerateServer:
             self._forget(requests)
 
 
-def _refused(request_id: str, failure: Exception) -> RequestRefused:
+def _refused(request_id: str, failure: BaseException) -> RequestRefused:
     """The reply to a request that did not begin."""
     if isinstance(failure, Refused):
-        return _refusal(failure)
+        reason, elsewhere, busy = failure.reason, failure.elsewhere, failure.busy
+        return RequestRefused(reason=reason, elsewhere=elsewhere, busy=busy)
     if isinstance(failure, DynamoLiteError):
         return RequestRefused(reason=str(failure), elsewhere=True)
     logger.error("request %s: could not be started", request_id, exc_info=failure)
     return RequestRefused(reason="internal error of the worker", elsewhere=True)
-
-
-def _refusal(refused: Refused) -> RequestRefused:
-    return RequestRefused(reason=refused.reason, elsewhere=refused.elsewhere, busy=refused.busy)

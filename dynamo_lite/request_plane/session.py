@@ -109,9 +109,8 @@ class SessionRequest:
 
     request_id: str
     session: Session
-    #: Hands it to the engine, and returns why the engine has not accepted it; None when that is
-    #: over.
-    handover: asyncio.Task[Exception | None] | None = None
+    #: Hands it to the engine; None when that is over.
+    handover: asyncio.Task[None] | None = None
     #: Ends it after its timeout.
     timer: asyncio.TimerHandle | None = None
     #: No delta of it is sent any more.

@@ -4,15 +4,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
-    """Restart the process."""
-
-    delay_s: float
-    #: Failures in a row, this one included.
-    failures: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Backoff:
     """Exponential backoff that is reset by a long run.
 
@@ -25,9 +16,10 @@ class Backoff:
     longest_s: float = 30.0
     calm_s: float = 60.0
 
-    def after_exit(self, failures: int, uptime_s: float) -> Restart:
-        """failures: in a row before this exit. uptime_s: of the process that exited."""
+    def after_exit(self, failures: int, uptime_s: float = 0.0) -> tuple[int, float]:
+        """The failures in a row with this exit, and the seconds until the restart. failures: before
+        it. uptime_s: of the process that exited."""
         count = 1 if uptime_s >= self.calm_s else failures + 1
         # Bounding the exponent keeps a long series from overflowing the float.
         delay = self.first_s * self.factor ** min(count - 1, 64)
-        return Restart(delay_s=min(delay, self.longest_s), failures=count)
+        return count, min(delay, self.longest_s)

@@ -13,23 +13,16 @@ class LogLimit:
         self._next = float("-inf")
         self._held_back = 0
 
-    def allow(self) -> int | None:
-        """Returns None to suppress this line, else how many lines were suppressed before it."""
-        now = _now()
-        if now < self._next:
+    def log(self, logger: logging.Logger, text: str, *args: object, exc_info: bool = False) -> None:
+        """Logs the line unless it is suppressed, with the number of those before it. exc_info: with
+        the exception that is handled, as an error."""
+        if (now := _now()) < self._next:
             self._held_back += 1
-            return None
-        self._next = now + self._every_s
-        held_back, self._held_back = self._held_back, 0
-        return held_back
-
-    def log(
-        self, logger: logging.Logger, text: str, *args: object, level: int = logging.WARNING
-    ) -> None:
-        """Logs the line unless it is suppressed, with the number of those before it."""
-        if (held_back := self.allow()) is not None:
-            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
-            logger.log(level, text + "%s", *args, more)
+            return
+        more = f" ({self._held_back} similar lines were suppressed)" if self._held_back else ""
+        self._next, self._held_back = now + self._every_s, 0
+        level = logging.ERROR if exc_info else logging.WARNING
+        logger.log(level, text + "%s", *args, more, exc_info=exc_info)
 
 
 def _now() -> float:

@@ -112,5 +112,5 @@ class Dispatcher:
             said = "dropped a message" if isinstance(exc, ProtocolError) else "the handler failed"
             self._log_limit.log(logger, "%s: %s: %s", self._subject, said, exc)
         except Exception:
-            if self._log_limit.allow() is not None:
-                logger.exception("%s: the handler failed", self._subject)
+            said = "%s: the handler failed"
+            self._log_limit.log(logger, said, self._subject, exc_info=True)

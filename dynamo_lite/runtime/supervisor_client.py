@@ -24,9 +24,6 @@ from dynamo_lite.protocol.planner import (
 #: The kernel's limit on a Unix socket's address, with its last zero byte.
 _ADDRESS_BYTES = 108
 
-_encode = msgspec.json.Encoder().encode
-_decode_reply = msgspec.json.Decoder(SupervisorReply).decode
-
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
@@ -56,7 +53,7 @@ async def order(
     path = state_dir / SUPERVISOR_SOCKET
     try:
         async with asyncio.timeout(timeout_s):
-            line = await _exchange(path, _encode(request) + b"\n")
+            line = await _exchange(path, msgspec.json.encode(request) + b"\n")
     except TimeoutError as exc:
         raise DeadlineExceeded("the supervisor", timeout_s) from exc
     except OSError as exc:
@@ -67,7 +64,7 @@ async def order(
     if not line.endswith(b"\n"):
         raise Unavailable("the supervisor has disconnected")
     try:
-        reply = _decode_reply(line)
+        reply = msgspec.json.decode(line, type=SupervisorReply)
     except msgspec.DecodeError as exc:
         raise ProtocolError(f"not a reply of a supervisor: {exc}") from exc
     if reply.stale:

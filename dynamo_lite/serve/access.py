@@ -27,7 +27,7 @@ async def check_access(spec: ProcessSpec, store: Store, messaging: Messaging) ->
     wrong for a moment only shows when it goes on."""
     # A service that we do not know has users of its own.
     needs = all_permissions(spec.namespace).get(spec.component, Permissions(spec.component))
-    if isinstance(messaging, NatsMessaging):
+    if spec.nats_url and isinstance(messaging, NatsMessaging):
         await _check_nats(spec, messaging, needs)
     await _check_etcd(spec, store, needs)
 

@@ -85,10 +85,10 @@ class EmbeddedServer(ABC):
         while True:
             self.state.pid = 0
             on_change()
-            again = _BACKOFF.after_exit(failures, time.monotonic() - began)
-            began, failures = time.monotonic(), again.failures
-            # Every process needs the server: only repeated failures are delayed.
-            delay_s = again.delay_s if failures > 1 else 0.0
+            failures, delay_s = _BACKOFF.after_exit(failures, time.monotonic() - began)
+            began = time.monotonic()
+            if failures == 1:
+                delay_s = 0.0  # every process needs the server: only repeated failures are delayed
             progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             try:

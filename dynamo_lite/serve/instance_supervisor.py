@@ -134,9 +134,8 @@ class InstanceSupervisor:
                 self._line(f"left the graph ({exit_text(code)})")
                 return
             self._leaves = False
-            restart = self._backoff.after_exit(failures, time.monotonic() - began)
-            failures = restart.failures
-            await self._pause(code, restart.delay_s)
+            failures, delay_s = self._backoff.after_exit(failures, time.monotonic() - began)
+            await self._pause(code, delay_s)
 
     def stop(self) -> None:
         """Drains it (SIGTERM to it alone: it ends its own processes), without a restart.

@@ -17,10 +17,8 @@ from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 
 def stop_tokens(params: SamplingParams) -> frozenset[int]:
     """Tokens that end the answer, as in vLLM's `check_stop`."""
-    stops = set(params.stop_token_ids or ())
-    if params.eos_token_id is not None:
-        stops.add(params.eos_token_id)
-    return frozenset(stops)
+    ends = (*(params.stop_token_ids or ()), params.eos_token_id)
+    return frozenset(token for token in ends if token is not None)
 
 
 class FirstTokenRules:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.tls import load_pair, read_file
 
 #: vLLM's default, and ours: a stranger's head is kept, and copied with each piece that arrives.
 _VLLMS_HEAD_BYTES, _HEAD_BYTES = 4 << 20, 64 << 10
-#: vLLM's default.
-_HEADERS = 256
 #: Of a path and query, in the access log.
 _LOGGED_CHARS = 1024
 
@@ -41,10 +40,6 @@ class TlsOptions:
     #: Whether files are read again when they change.
     refresh: bool = False
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(path for path in (self.certfile, self.keyfile, self.ca_certs) if path)
-
     def context(self) -> ssl.SSLContext:
         """Raises StartupError if files are missing or do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -54,25 +49,19 @@ class TlsOptions:
             if self.ciphers:
                 context.set_ciphers(self.ciphers)
             context.verify_mode = ssl.VerifyMode(self.cert_reqs)
-        except (OSError, ValueError) as exc:
-            raise StartupError(f"TLS of the HTTP server: {self._reason(exc)}") from exc
+        except (ConfigError, OSError, ValueError) as exc:
+            raise StartupError(f"TLS of the HTTP server: {exc}") from exc
         return context
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Reads the files. Raises OSError or ValueError (e.g. for a key with a password)."""
-        context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+        """Reads the files. Raises ConfigError, OSError or ValueError."""
+        cert, key = Path(self.certfile), Path(self.keyfile or self.certfile)
+        names = "ssl-certfile", "ssl-keyfile"
+        for name, path in (*zip(names, (cert, key), strict=True), ("ssl-ca-certs", self.ca_certs)):
+            read_file(name, path)
+        load_pair(context, cert, key, *names)
         if self.ca_certs:
             context.load_verify_locations(self.ca_certs)
-
-    def _reason(self, exc: Exception) -> str:
-        missing = [path for path in self.files if not Path(path).is_file()]
-        if missing:
-            return f"there is no file {missing[0]}"
-        if isinstance(exc, ssl.SSLError):
-            if self.keyfile is None and exc.reason is None:
-                return f"{self.certfile}: it has no key beside the certificate: set ssl-keyfile"
-            return f"{' and '.join(self.files)}: {getattr(exc, 'reason', '') or exc}"
-        return str(exc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +78,7 @@ class HttpOptions:
     log_level: str | None = None
     #: Limits on a request's head; beyond them it gets a 400.
     max_head_bytes: int = _HEAD_BYTES
-    max_headers: int = _HEADERS
+    max_headers: int = 256
     #: None for plain HTTP.
     tls: TlsOptions | None = None
 
@@ -147,7 +136,3 @@ class QuietPaths(logging.Filter):
         # A stranger's may have 64 KiB.
         record.args = (*args[:2], path[:_LOGGED_CHARS], *args[3:])
         return path.partition("?")[0] not in self._paths
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password; give one without, readable by this user only")

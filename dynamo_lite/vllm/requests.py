@@ -49,14 +49,16 @@ def generate_request(
         sampling = sampling_to_bytes(params)
     except ProtocolError as exc:
         raise VLLMValidationError(f"Not served here: {exc}") from exc
+    embedded = 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+    lora = request.lora_request
     message = GenerateRequest(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids or _zeros(request),
+        prompt_token_ids=request.prompt_token_ids or [0] * embedded,
         sampling=sampling,
         arrival_time=request.arrival_time,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        adapter=_adapter(request.lora_request),
+        adapter=None if lora is None else Adapter(name=lora.lora_name, path=lora.lora_path),
         inputs=inputs_to_bytes(request),
         trace_headers=dict(request.trace_headers) if request.trace_headers else None,
         reasoning_ended=request.reasoning_ended,
@@ -66,14 +68,6 @@ def generate_request(
     )
     # Generated tokens cannot become the end of a prompt of embeddings.
     return message, migration_plan(params, causal=causal and request.prompt_embeds is None)
-
-
-def _zeros(request: EngineCoreRequest) -> list[int]:
-    return [0] * (0 if request.prompt_embeds is None else len(request.prompt_embeds))
-
-
-def _adapter(asked: LoRARequest | None) -> Adapter | None:
-    return None if asked is None else Adapter(name=asked.lora_name, path=asked.lora_path)
 
 
 def _sampling(request: EngineCoreRequest) -> SamplingParams:

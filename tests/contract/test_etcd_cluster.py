@@ -132,19 +132,27 @@ async def test_a_lost_leader_costs_nothing(
         assert first == sorted(first)
 
 
+def url_of(cluster: EtcdCluster[PrivateServer], names: list[str]) -> str:
+    return "http://" + ",".join(cluster.members[n].url.removeprefix("http://") for n in names)
+
+
 async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServer]) -> None:
     """Not even a call that is in flight on its connection."""
     leader = await cluster.leader()
-    follower, *others = (name for name in cluster.members if name != leader)
-    order = [follower, *others, leader]
-    url = ",".join(
-        cluster.members[name].url.removeprefix("http://" if place else "")
-        for place, name in enumerate(order)
-    )
-    async with EtcdStore(url) as store:
+    follower, *_ = order = sorted(cluster.members, key=lambda name: name == leader)
+    async with EtcdStore(url_of(cluster, order)) as store:
         await store.put("n/a", b"1")
         reading = [asyncio.create_task(store.get("n/a")) for _ in range(50)]
         await asyncio.sleep(0)
         await cluster.members[follower].kill()
         assert await asyncio.gather(*reading) == [b"1"] * 50
         assert await store.get_prefix("n/") == {"n/a": b"1"}
+
+
+async def test_a_frozen_member_costs_no_short_lease(cluster: EtcdCluster[PrivateServer]) -> None:
+    leader = await cluster.leader()
+    follower, *_ = order = sorted(cluster.members, key=lambda name: name == leader)
+    async with EtcdStore(url_of(cluster, order)) as store, store.lease(2) as lease:
+        await freeze(cluster, follower)
+        await asyncio.sleep(3.0)
+        assert lease.loss is None

@@ -288,7 +288,15 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
 async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
     async with rig("nixl") as r:
         r.prefill[0].handover = anything
-        assert await r.text() == TEXT
+        hold = asyncio.Event()
+        r.decode[0].faults.append(Fault(hold=hold))
+        asked = asyncio.create_task(r.text(prompt="p" * 400))
+        await eventually(lambda: r.decode[0].legs, 5)
+        # The decode engine computes the prompt: that is load.
+        assert r.engines.loads.own(1).prefill_tokens >= 100
+        hold.set()
+        assert await asked == TEXT
+        assert r.engines.loads.own(1).prefill_tokens == r.engines.loads.own(1).requests == 0
         assert r.decode[0].legs[-1].params is None
         assert r.answered == {("alone", "no_handoff"): 1}
 

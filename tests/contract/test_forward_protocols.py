@@ -25,6 +25,7 @@ TOKENS_OF_TEXT = [" t0", " t1", " t2", " t3"]
 #: At least one protocol of each order, and its routes beside completions.
 HANDED_OVER = {
     "nixl": {CHAT, RESPONSES, MESSAGES, TOKENS},
+    "nixl-push": {CHAT, RESPONSES, MESSAGES, TOKENS},
     # Without `min_tokens` their prefill leg may end with the end of the sequence.
     "mooncake": {CHAT, TOKENS},
     "moriio-write": {CHAT, TOKENS},

@@ -161,6 +161,17 @@ async def test_a_registered_worker_is_connected_before_the_first_request(remote:
     await eventually(lambda: not remote.client.is_connected(remote.member), 5)
 
 
+async def test_a_worker_that_accepts_connections_and_says_nothing_is_not_connected():
+    """As one that is frozen: its kernel accepts them."""
+    silent, outputs = RawWorker(None), Outputs()
+    async with silent.listening() as address, client_of(outputs) as client:
+        member = endpoint_record(stream=address)
+        client.retain([member])
+        await eventually(lambda: client._connections[address].is_open)
+        assert not client.is_connected(member)
+        silent.reads.set()
+
+
 @pytest.mark.parametrize("stream", [None, "nonsense", "127.0.0.1:1"])
 async def test_a_member_without_reachable_stream_is_unavailable(remote: Setup, stream: str | None):
     with pytest.raises(Unavailable):
@@ -408,9 +419,10 @@ async def test_a_connection_that_closes_ends_what_the_engine_is_accepting(
 
 
 class RawWorker:
-    """Sends `welcome` to each connection; reads what follows as soon as `reads` is set."""
+    """Sends `welcome` to each connection, if there is one; reads what follows as soon as `reads` is
+    set."""
 
-    def __init__(self, welcome: Welcome):
+    def __init__(self, welcome: Welcome | None):
         self._welcome = welcome
         self.reads = asyncio.Event()
         self.got: list[Hello | Submit | Cancel] = []
@@ -418,7 +430,8 @@ class RawWorker:
     async def on_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        writer.write(frame(encode(self._welcome)))
+        if self._welcome is not None:
+            writer.write(frame(encode(self._welcome)))
         await self.reads.wait()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:

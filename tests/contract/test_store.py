@@ -7,7 +7,6 @@ import pytest
 
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.clock import Clock, boottime
-from dynamo_lite.runtime.etcd.client import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from tests.builders import eventually
@@ -176,8 +175,8 @@ async def test_a_stall_that_is_longer_than_the_lease_costs_it(etcd_server) -> No
 async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:
     """CLOCK_MONOTONIC stops during a suspend; CLOCK_BOOTTIME does not."""
     suspended_s = 0.0
-    backend = EtcdBackend(clock=Clock(boottime=lambda: boottime() + suspended_s))
-    async with EtcdStore(etcd_server.url, backend=backend) as store, store.lease(30) as lease:
+    clock = Clock(boottime=lambda: boottime() + suspended_s)
+    async with EtcdStore(etcd_server.url, clock=clock) as store, store.lease(30) as lease:
         assert lease.loss is None
         suspended_s = 31.0
         assert lease.remaining_s() == 0

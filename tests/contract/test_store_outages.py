@@ -11,7 +11,7 @@ import pytest
 from aetcd import rpc
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StoreUnavailable
+from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.runtime.etcd.client import EtcdClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
@@ -258,19 +258,6 @@ async def write_as_others(url: str, puts: int) -> None:
             await other.put(f"m/{i}", b"y")
 
 
-async def test_a_lease_outlives_files_of_tls_that_are_being_replaced(
-    etcd_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def cannot_read(*_: object) -> None:
-        raise ConfigError(["ca.pem: it cannot be read"])
-
-    async with EtcdStore(etcd_url) as store, store.lease(10) as lease:
-        with monkeypatch.context() as patch:
-            patch.setattr(EtcdClient, "call", cannot_read)
-            assert await lease.verify() is None
-        await refreshed(lease)
-
-
 async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:
     async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
         await wipe(etcd_server, others_write=20)
@@ -321,8 +308,8 @@ async def test_a_revocation_after_a_repeated_grant_without_answer_is_one(
     """What the store that was wiped had shown does not count in the new one."""
     call = EtcdClient.call
 
-    async def without_answer(client: EtcdClient, request: Any) -> Any:
-        reply = await call(client, request)
+    async def without_answer(client: EtcdClient, request: Any, *limit: float) -> Any:
+        reply = await call(client, request, *limit)
         if isinstance(request, rpc.LeaseGrantRequest):
             raise TimeoutError
         return reply

@@ -102,7 +102,7 @@ async def test_a_second_signal_ends_it_at_once():
     ("arguments", "said"),
     [
         (["--tls-cert", "none.pem", "--tls-key", "none.pem"], "tls-cert=none.pem cannot be read"),
-        (["--prefiller-https", "--ca-file", "none.pem"], "ca-file=none.pem cannot be read"),
+        (["--prefiller-https", "--ca-file", "none.pem"], "ca=none.pem cannot be read"),
     ],
 )
 def test_unreadable_files_are_named(arguments: list[str], said: str):

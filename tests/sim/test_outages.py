@@ -16,7 +16,7 @@ from tests.builders import eventually
 from tests.sim.servers import SimEtcd, SimNats
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_options
 from tests.simulation.servers.nats_server import URL
 
 
@@ -33,7 +33,7 @@ async def cluster(loop: VirtualLoop) -> Cluster:
 
 @pytest.fixture
 async def store(cluster: Cluster) -> AsyncIterator[EtcdStore]:
-    async with EtcdStore(ETCD_URL, backend=etcd_backend(cluster.network)) as store:
+    async with EtcdStore(ETCD_URL, **etcd_options(cluster.network)) as store:
         yield store
 
 

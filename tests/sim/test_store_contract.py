@@ -14,7 +14,7 @@ from tests.sim import contract
 from tests.sim.servers import SimEtcd
 from tests.simulation.loop.loop import VirtualLoop
 from tests.simulation.network.network import Network
-from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_options
 
 __all__ = ["outage"]
 
@@ -34,7 +34,7 @@ for name in _REAL_TIME:
 
 @pytest.fixture
 async def store(network: Network) -> AsyncIterator[Store]:
-    async with EtcdStore(ETCD_URL, backend=etcd_backend(network)) as store:
+    async with EtcdStore(ETCD_URL, **etcd_options(network)) as store:
         yield store
 
 
@@ -44,7 +44,7 @@ async def etcd_server(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Sim
     network = Network(loop)
 
     def connect(url: str, **options: Any) -> EtcdStore:
-        return EtcdStore(url, backend=etcd_backend(network), **options)
+        return EtcdStore(url, **etcd_options(network), **options)
 
     for suite in (test_store, test_roster, test_store_outages):
         monkeypatch.setattr(suite, "EtcdStore", connect)

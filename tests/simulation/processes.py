@@ -113,8 +113,7 @@ class Slot:
                 break
             delay_s = _OPERATOR_S
             if code != 0:
-                restart = _BACKOFF.after_exit(failures, self._loop.time() - began)
-                failures, delay_s = restart.failures, restart.delay_s
+                failures, delay_s = _BACKOFF.after_exit(failures, self._loop.time() - began)
             self._loop.trace.add(f"{self.name} ended with {code}; again in {delay_s:g} s")
             await self._pause(delay_s)
         del self._world.slots[self.name]

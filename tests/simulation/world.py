@@ -30,7 +30,7 @@ from tests.simulation.parts import (
 from tests.simulation.planning import Planning
 from tests.simulation.processes import NAMESPACE, Etcd, FaultInjector, Nats, Slot
 from tests.simulation.scenario import Ask, Scenario
-from tests.simulation.servers.etcd import ETCD_URL, etcd_backend
+from tests.simulation.servers.etcd import ETCD_URL, etcd_options
 from tests.simulation.servers.nats_server import URL
 from tests.simulation.shipped import Shipped
 from tests.simulation.supervisor import STATE_DIR
@@ -224,7 +224,7 @@ class World:
     async def open_store(self) -> AsyncIterator[Store]:
         """For the running process, whose watches are recorded here."""
         process = self.loop.current_process()
-        opened = self.shipped.store(ETCD_URL, backend=etcd_backend(self.network))
+        opened = self.shipped.store(ETCD_URL, **etcd_options(self.network))
         async with opened as store:
             watch = store.watch
 

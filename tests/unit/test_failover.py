@@ -128,16 +128,16 @@ async def test_an_abort_while_the_request_is_on_its_way_reaches_the_worker():
         assert not fake.workers[1].running and fake.owner, "it had begun"
 
 
-def test_what_a_lost_worker_has_told_of_the_prompt_is_not_told_again():
-    flight, rows = MigratingRequest(A, CONTINUE, None), rows_of(range(8))
+def test_the_log_probabilities_of_a_prompt_are_passed_on_once():
+    rows, flight = rows_of(range(8)), MigratingRequest(A, REPLAY, None)
 
-    def take(token: int) -> TokenDelta | None:
-        return flight.take(TokenDelta(request_id="a", token_ids=[token], prompt_logprobs=rows))
+    def take(*tokens: int) -> TokenDelta | None:
+        return flight.take(TokenDelta(request_id="a", token_ids=list(tokens), prompt_logprobs=rows))
 
     flight.attempt("a", endpoint_record(), 0.0)
     first = take(1)
+    assert first is not None and first.prompt_logprobs == rows
     flight.moves += 1
     flight.attempt("a", endpoint_record(), 0.0)
-    second = take(2)
-    assert first is not None and first.prompt_logprobs == rows
-    assert second is not None and (second.token_ids, second.prompt_logprobs) == ([2], None)
+    again = take(1, 2)
+    assert again is not None and (again.token_ids, again.prompt_logprobs) == ([2], None)

@@ -312,13 +312,12 @@ def test_headers_of_one_hop_and_hosts_do_not_pass():
             ("X-Prefiller-Host-Port", "10.0.0.9:1"),
             ("X-Data-Parallel-Host-Port", "10.0.0.9:1"),
             ("X-Data-Parallel-Rank", "1"),
+            ("Accept-Encoding", "gzip"),
             *passing,
         ]
     )
     passed = headers.to_engine(CIMultiDictProxy(given))
     assert list(passed.items()) == passing
-    leg = headers.for_leg(passed, {"x-request-id": "1", "authorization": "ours"})
-    assert leg["X-Request-Id"] == "1" and leg.getall("authorization") == ["ours"]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ async def rig() -> AsyncIterator[Rig]:
         try:
             yield rig
         finally:
-            await host.cancel_tasks()
+            await host.tasks.end()
     assert await rig.marks() == {}  # with the lease
 
 

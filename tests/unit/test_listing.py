@@ -75,5 +75,5 @@ def test_a_host_of_workers_needs_their_certificates_only(tmp_path: Path):
     certificates = place.certificates()
     assert certificates is not None and certificates.component == "VllmWorker"
     assert "VllmWorker.pem" in place.etcd_url
-    with pytest.raises(ConfigError, match=r"Operator\.pem: it cannot be read"):
+    with pytest.raises(ConfigError, match=r"Operator\.pem cannot be read"):
         OnGraph(state_dir=tmp_path).place().certificates()

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from dynamo_lite.runtime.process.readiness import liveness, readiness
+from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck
 from dynamo_lite.serve.services.frontend.frontend import Frontend
 from dynamo_lite.serve.services.frontend.http import Probed
 from tests.builders import process_spec
@@ -138,9 +139,11 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
 
 def test_an_edge_that_does_not_answer_is_no_reason_to_end_the_frontend() -> None:
     frontend = Frontend({}, process_spec("Frontend"))
-    assert "edge" not in frontend.health()["checks"]
     edge: Any = SimpleNamespace(trouble="", unhealthy="timeout", in_flight=0)
-    frontend._app = frontend._rust = edge
+    dispatcher: Any = SimpleNamespace(check=WorkerCheck, facts=dict)
+    frontend._app, frontend._dispatcher = edge, dispatcher
+    assert "edge" not in frontend.health()["checks"]
+    frontend._rust = edge
     facts = frontend.health()
     assert not facts["ok"] and facts["checks"]["edge"] == "timeout"
     assert liveness(facts)["ok"], "it may recover"

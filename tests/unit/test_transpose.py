@@ -80,8 +80,8 @@ def whole(source: ShardedEngine, rank: int, lane) -> KvRegion:
     ("prefill", "decode", "complaint"),
     [
         (Shape(opaque=True), Shape(tokens=16, opaque=True), "order that is not known"),
-        (Shape(), Shape(tokens=16, opaque=True), "order that is not known.*8 tokens of"),
-        (Shape(), Shape(tokens=16, dtype=np.uint8), "1 x 6 bytes per 1.*1 x 12 bytes per 1"),
+        (Shape(), Shape(tokens=16, opaque=True), "order that is not known.*8 tokens"),
+        (Shape(), Shape(tokens=16, dtype=np.uint8), "16 tokens.*8 tokens"),
         (Shape(2), Shape(heads_first=False), "cannot be cut, from head 0 on"),
     ],
 )

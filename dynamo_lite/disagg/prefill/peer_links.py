@@ -96,9 +96,8 @@ class PeerLinks:
         """A transfer with this engine has failed, or the first contact with it."""
         link = self._links.get(engine_id)
         if link is not None and not link.mark:  # several transfers may fail together
-            pause = self._backoff.after_exit(link.failures, 0.0)
-            link.failures = pause.failures
-            self._mark(link, why, pause.delay_s)
+            link.failures, pause_s = self._backoff.after_exit(link.failures)
+            self._mark(link, why, pause_s)
 
     def _apply(self, event: WatchEvent) -> None:
         known = [f"{self._prefix}{engine_id}" for engine_id in self._links]

@@ -3,8 +3,6 @@
 Source: llumnix-project/llumnix, `pkg/gateway/forwarder/`.
 """
 
-from typing import Any
-
 from dynamo_lite.forward.protocols.base import (
     COMPLETIONS,
     Body,
@@ -25,21 +23,11 @@ def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": attempt.request_id})
 
 
-def _where(attempt: HandoverAttempt) -> dict[str, Any]:
-    return {"remote_host": attempt.prefill.host, "remote_port": attempt.prefill.port}
-
-
-def _with_params(body: Body, attempt: HandoverAttempt, params: dict[str, Any]) -> Leg:
+def _decode(body: Body, attempt: HandoverAttempt, **more: bool) -> Leg:
     """Both legs have the same request id, because only the id identifies the prefill leg."""
+    peer = attempt.prefill
+    params = {"remote_host": peer.host, "remote_port": peer.port, **more}
     return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
-
-
-def _batch_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return _with_params(body, attempt, _where(attempt))
-
-
-def _staged_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return _with_params(body, attempt, {**_where(attempt), "do_remote_prefill": True})
 
 
 BATCH = ForwardProtocol(
@@ -48,7 +36,7 @@ BATCH = ForwardProtocol(
     routes=frozenset({COMPLETIONS}),
     port_offset=_PORT_OFFSET,
     prefill=_prefill,
-    decode=_batch_decode,
+    decode=lambda body, attempt, _: _decode(body, attempt),
 )
 
 STAGED = ForwardProtocol(
@@ -59,6 +47,6 @@ STAGED = ForwardProtocol(
     prefill=_prefill,
     # The decode leg needs only that the prefill leg has ended.
     extract=lambda answer: True,
-    decode=_staged_decode,
+    decode=lambda body, attempt, _: _decode(body, attempt, do_remote_prefill=True),
     staged=True,
 )

@@ -4,8 +4,6 @@ The engines find each other by the request id. Source: aws-neuron/upstreaming-to
 `neuron_immediate_first_token_proxy_server.py`.
 """
 
-from dataclasses import replace
-
 from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
@@ -31,25 +29,14 @@ def _prefill_body(body: Body) -> Body:
     return one
 
 
-def _static_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
-    return Leg(_prefill_body(body), {"x-request-id": bare_id(attempt)})
+def _static(body: Body, attempt: HandoverAttempt) -> Leg:
+    return Leg(body, {"x-request-id": bare_id(attempt)})
 
 
-def _static_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return Leg(dict(body), {"x-request-id": bare_id(attempt)})
-
-
-def _dynamic_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
-    return Leg(_prefill_body(body), _names(attempt, attempt.decode), attempt.unique)
-
-
-def _dynamic_decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return Leg(dict(body), _names(attempt, attempt.prefill), attempt.unique)
-
-
-def _names(attempt: HandoverAttempt, other: Peer) -> dict[str, str]:
+def _dynamic(body: Body, attempt: HandoverAttempt, other: Peer) -> Leg:
     """Each engine's id ends with the other one's address."""
-    return {"x-request-id": f"{bare_id(attempt)}_{other.address}"}
+    request_id = f"{bare_id(attempt)}_{other.address}"
+    return Leg(body, {"x-request-id": request_id}, attempt.unique)
 
 
 #: One prefill and one decode engine, which know each other by their own configuration.
@@ -57,8 +44,8 @@ STATIC = ForwardProtocol(
     name="neuron-static",
     order="parallel",
     routes=frozenset({CHAT, COMPLETIONS}),
-    prefill=_static_prefill,
-    decode=_static_decode,
+    prefill=lambda body, attempt: _static(_prefill_body(body), attempt),
+    decode=lambda body, attempt, _: _static(body, attempt),
     # It waits for the KV of every request.
     decodes_alone=False,
     batches=True,
@@ -66,9 +53,13 @@ STATIC = ForwardProtocol(
 )
 
 #: Any number of each.
-DYNAMIC = replace(
-    STATIC,
+DYNAMIC = ForwardProtocol(
     name="neuron-dynamic",
-    prefill=_dynamic_prefill,
-    decode=_dynamic_decode,
+    order="parallel",
+    routes=STATIC.routes,
+    prefill=lambda body, one: _dynamic(_prefill_body(body), one, one.decode),
+    decode=lambda body, one, _: _dynamic(body, one, one.prefill),
+    decodes_alone=False,
+    batches=True,
+    first_token_from_prefill=True,
 )

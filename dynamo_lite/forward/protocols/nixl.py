@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo_lite.forward.protocols.base import (
+    RESPONSES,
     VLLM_ROUTES,
     Body,
     ForwardProtocol,
@@ -64,8 +65,19 @@ def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
     return {key: params[key] for key in keys if params.get(key) is not None}
 
 
+def _paired(body: Body, attempt: HandoverAttempt) -> Leg:
+    """The prefill engine pairs the legs by their request id, so both have the same. vLLM's
+    Responses API takes it from the body."""
+    if attempt.route == RESPONSES:
+        body = {**body, "request_id": f"resp_{attempt.unique}"}
+    return Leg(body, {"x-request-id": attempt.request_id})
+
+
+def _ask_to_push(body: Body, attempt: HandoverAttempt) -> Leg:
+    return _paired(ask_for_prefill(body, attempt).body, attempt)
+
+
 def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
-    """The prefill engine pairs the legs by their request id, so both have the same."""
     peer = handoff or attempt.prefill.identity
     params = {
         "do_remote_prefill": True,
@@ -73,14 +85,14 @@ def _expect_push(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
         **(peer or {}),
         "remote_request_id": attempt.request_id,
     }
-    return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
+    return _paired({**body, "kv_transfer_params": params}, attempt)
 
 
 PUSH = ForwardProtocol(
     name="nixl-push",
     order="parallel",
     routes=VLLM_ROUTES,
-    prefill=ask_for_prefill,
+    prefill=_ask_to_push,
     extract=identity,
     transfer_mode="push",
     learn=identity,

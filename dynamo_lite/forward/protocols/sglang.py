@@ -29,17 +29,13 @@ def _leg(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg({**body, **fields}, attempt.decode_headers)
 
 
-def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
-    return _leg(body, attempt)
-
-
 BOOTSTRAP = ForwardProtocol(
     name="sglang",
     order="parallel",
     routes=frozenset({CHAT, COMPLETIONS, SGLANG_GENERATE}),
     default_port=8998,
     prefill=_leg,
-    decode=_decode,
+    decode=lambda body, attempt, _: _leg(body, attempt),
     # An engine in disaggregation mode `decode` has no prefill at all.
     decodes_alone=False,
     batches=True,

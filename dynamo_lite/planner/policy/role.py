@@ -101,7 +101,7 @@ class RoleMemory:
 
     def _failed(self, now: float) -> "RoleMemory":
         """With one more failed start."""
-        retry_at = now + _START_BACKOFF.after_exit(self.failures, 0.0).delay_s
+        retry_at = now + _START_BACKOFF.after_exit(self.failures)[1]
         failures = self.failures + 1
         return replace(self, starting_since=None, lost=False, failures=failures, retry_at=retry_at)
 

@@ -7,8 +7,8 @@ are not used, because they hide the store's revision.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import grpc
 from aetcd import rpc
 
 from dynamo_lite.runtime.address import ServerAddress, host_port
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.tls import Reread
 
 #: Longest wait for one member's answer to one call.
@@ -59,15 +58,8 @@ def open_channel(host: tuple[str, int], address: ServerAddress) -> Any:
     return rpc.secure_channel(target, credentials, options=options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EtcdBackend:
-    """open_channel: see `open_channel`. clock: its boot time measures leases."""
-
-    open_channel: Callable[[tuple[str, int], ServerAddress], Any] = open_channel
-    clock: Clock = SYSTEM_CLOCK
-
-
-SYSTEM_BACKEND = EtcdBackend()
+#: See `open_channel`.
+OpenChannel = Callable[[tuple[str, int], ServerAddress], Any]
 
 
 class EtcdClient:
@@ -76,13 +68,13 @@ class EtcdClient:
     `channel` and `metadata`, which a watch needs, change when another member is used.
     """
 
-    def __init__(self, address: ServerAddress, backend: EtcdBackend):
+    def __init__(self, address: ServerAddress, open_channel: OpenChannel):
         """Raises ConfigError when a file of `address.tls` cannot be read."""
         self.timeout_s = CALL_TIMEOUT_S
         #: With the token; None: the user is to be authenticated.
         self.metadata: tuple[tuple[str, str], ...] | None = () if address.user is None else None
         self._authenticating = asyncio.Lock()
-        self._address, self._backend = address, backend
+        self._address, self._open_channel = address, open_channel
         self._opened = Reread(address.tls, self._open)
         self._channels = self._opened.current()
         #: Those with certificates that were renewed since.
@@ -93,22 +85,24 @@ class EtcdClient:
         for channel in (*self._replaced, *self._channels):
             await channel.close()
 
-    async def call(self, request: Any) -> Any:
+    async def call(self, request: Any, within_s: float = math.inf) -> Any:
         """The reply to one of the requests in `_use`; None if etcd has ended a refresh without one.
+        within_s: a shorter limit for each member.
 
         Retries with another member, or with a new token, if etcd has certainly not applied the
         request, or if it only reads. In any case it stops using a member that fails. Raises
         AioRpcError.
         """
         reads = isinstance(request, rpc.RangeRequest)
+        timeout_s = min(self.timeout_s, within_s)
         untried = len(self._channels)
         renewed = False
         while True:
             channel, metadata = self.channel, self.metadata
             try:
-                metadata = await self._authenticated()
+                metadata, channel = await self._authenticated(), self.channel
                 send = self._methods[type(request)]
-                return await send(request, timeout=self.timeout_s, metadata=metadata)
+                return await send(request, timeout=timeout_s, metadata=metadata)
             except rpc.AioRpcError as exc:
                 if exc.code() in UNREACHABLE:
                     untried -= 1
@@ -151,7 +145,7 @@ class EtcdClient:
         address = self._address
         if address.tls is not None:
             address.tls.context()  # a pair that does not match would end all connections
-        return [self._backend.open_channel(host, address) for host in address.hosts]
+        return [self._open_channel(host, address) for host in address.hosts]
 
     async def _authenticated(self) -> tuple[tuple[str, str], ...]:
         """`metadata`, with a token if there is a user. Raises AioRpcError."""

@@ -107,7 +107,9 @@ class EtcdLease:
             # One at a time: another one may have just granted the lease again.
             async with asyncio.timeout(left_s), self._refreshing:
                 asked_at = self._boottime()
-                reply = await self._client.call(rpc.LeaseKeepAliveRequest(ID=self.id))
+                request = rpc.LeaseKeepAliveRequest(ID=self.id)
+                # A member that hangs leaves time for another one.
+                reply = await self._client.call(request, self.ttl_s / 3)
                 if reply is None:
                     return False
                 if reply.TTL <= 0:

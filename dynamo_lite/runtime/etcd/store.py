@@ -12,15 +12,16 @@ from aetcd import rpc
 
 from dynamo_lite.protocol.errors import ConfigError, LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.etcd.client import (
-    SYSTEM_BACKEND,
     UNREACHABLE,
-    EtcdBackend,
     EtcdClient,
+    OpenChannel,
     details,
+    open_channel,
 )
 from dynamo_lite.runtime.etcd.lease import EtcdLease, open_lease
-from dynamo_lite.runtime.etcd.watch import EtcdWatch, text, under
+from dynamo_lite.runtime.etcd.watch import text, under, watch
 from dynamo_lite.runtime.store import Lease, WatchEvent
 from dynamo_lite.runtime.tls import tls_refusal
 
@@ -46,7 +47,7 @@ class EtcdStore:
     """Implements `Store`. Belongs to the event loop in which it was entered.
 
     connect_timeout_s: longest wait for the first answer. A call that timed out may have been
-    applied. backend: connections and clocks.
+    applied. clock: its boot time measures leases.
     """
 
     def __init__(
@@ -54,20 +55,21 @@ class EtcdStore:
         url: str,
         *,
         connect_timeout_s: float = 10.0,
-        backend: EtcdBackend = SYSTEM_BACKEND,
+        open_channel: OpenChannel = open_channel,
+        clock: Clock = SYSTEM_CLOCK,
     ):
         """url: see `parse_etcd_url`, whose ConfigError it raises."""
         self._url = redact(url)
         self._address = parse_etcd_url(url)
         self._connect_timeout_s = connect_timeout_s
-        self._backend = backend
+        self._open_channel, self._clock = open_channel, clock
         self._connected: EtcdClient | None = None
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when etcd does not reply in time, or refuses, and ConfigError when
         a file that its URL names cannot be read any more."""
         with self._errors():
-            self._connected = EtcdClient(self._address, self._backend)
+            self._connected = EtcdClient(self._address, self._open_channel)
         try:
             await self._probe()
         except BaseException:
@@ -129,12 +131,12 @@ class EtcdStore:
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
         async with contextlib.AsyncExitStack() as stack:
             with self._errors():
-                opening = open_lease(self._client, ttl_s, self._backend.clock)
+                opening = open_lease(self._client, ttl_s, self._clock)
                 lease = await stack.enter_async_context(opening)
             yield lease
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        return contextlib.aclosing(EtcdWatch(self._client, prefix).events())
+        return contextlib.aclosing(watch(self._client, prefix))
 
     @property
     def _client(self) -> EtcdClient:
@@ -156,7 +158,7 @@ class EtcdStore:
 
     async def _probe(self) -> None:
         """Asks until etcd answers; connections are otherwise made at first use."""
-        monotonic = self._backend.clock.monotonic
+        monotonic = self._clock.monotonic
         deadline = monotonic() + self._connect_timeout_s
         while True:
             try:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,67 +35,53 @@ def under(prefix: str) -> dict[str, bytes]:
     return {"key": first or b"\0", "range_end": after}
 
 
-class EtcdWatch:
-    """`events` is for one task."""
-
-    def __init__(self, client: EtcdClient, prefix: str):
-        self._client = client
-        self._prefix = prefix
-        self._log_limit = LogLimit(60.0)
-
-    async def events(self) -> AsyncGenerator[WatchEvent]:
-        """Endless. A cancelled wait for the next event ends it."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                reply = await self._client.call(rpc.RangeRequest(**under(self._prefix)))
-                pause_s = _FIRST_PAUSE_S
-                yield Snapshot({text(kv.key): kv.value for kv in reply.kvs})
-                async with contextlib.aclosing(self._after(reply.header.revision)) as events:
-                    async for event in events:
-                        yield event
-            except _UNREACHABLE as exc:
-                why = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
-                said = "watch on %s disconnected, retrying: %s"
-                self._log_limit.log(logger, said, self._prefix, why)
-            except asyncio.CancelledError:
-                # gRPC also raises this for a call that it has cancelled itself.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-            except Exception:
-                logger.exception("watch on %s failed; listing it again", self._prefix)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _after(self, revision: int) -> AsyncGenerator[WatchEvent]:
-        """The events after `revision`, until the prefix must be listed again."""
-        # With a request iterator gRPC would keep a task of its own for this call.
-        metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
-        call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
+async def watch(client: EtcdClient, prefix: str) -> AsyncGenerator[WatchEvent]:
+    """Endless. A cancelled wait for the next event ends it."""
+    log_limit, pause_s = LogLimit(60.0), _FIRST_PAUSE_S
+    while True:
         try:
-            async with asyncio.timeout(self._client.timeout_s):
-                create = rpc.WatchCreateRequest(**under(self._prefix), start_revision=revision + 1)
-                await call.write(rpc.WatchRequest(create_request=create))
-                response = await call.read()
-            while response is not EOF:
-                if response.canceled:
-                    await self._on_refused(response)
-                    return
-                for event in response.events:
-                    key = text(event.kv.key)
-                    put = event.type == rpc.Event.PUT
-                    yield Put(key, event.kv.value) if put else Delete(key)
-                response = await call.read()
-        finally:
-            call.cancel()
+            reply = await client.call(rpc.RangeRequest(**under(prefix)))
+            pause_s = _FIRST_PAUSE_S
+            yield Snapshot({text(kv.key): kv.value for kv in reply.kvs})
+            async with contextlib.aclosing(_after(client, prefix, reply.header.revision)) as events:
+                async for event in events:
+                    yield event
+        except _UNREACHABLE as exc:
+            why = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
+            log_limit.log(logger, "watch on %s disconnected, retrying: %s", prefix, why)
+        except asyncio.CancelledError:
+            # gRPC also raises this for a call that it has cancelled itself.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+        except Exception:
+            logger.exception("watch on %s failed; listing it again", prefix)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _on_refused(self, response: Any) -> None:
-        if response.compact_revision:
-            return
-        why = response.cancel_reason
-        logger.error("etcd refuses the watch on %s, retrying: %s", self._prefix, why)
-        await asyncio.sleep(_REFUSED_PAUSE_S)
+
+async def _after(client: EtcdClient, prefix: str, revision: int) -> AsyncGenerator[WatchEvent]:
+    """The events after `revision`, until the prefix must be listed again."""
+    # With a request iterator gRPC would keep a task of its own for this call.
+    metadata = (_NEEDS_LEADER, *(client.metadata or ()))
+    call = rpc.WatchStub(client.channel).Watch(metadata=metadata)
+    try:
+        async with asyncio.timeout(client.timeout_s):
+            create = rpc.WatchCreateRequest(**under(prefix), start_revision=revision + 1)
+            await call.write(rpc.WatchRequest(create_request=create))
+            response = await call.read()
+        while response is not EOF and not response.canceled:
+            for event in response.events:
+                key = text(event.kv.key)
+                put = event.type == rpc.Event.PUT
+                yield Put(key, event.kv.value) if put else Delete(key)
+            response = await call.read()
+        if response is not EOF and not response.compact_revision:
+            why = response.cancel_reason
+            logger.error("etcd refuses the watch on %s, retrying: %s", prefix, why)
+            await asyncio.sleep(_REFUSED_PAUSE_S)
+    finally:
+        call.cancel()
 
 
 def text(key: bytes) -> str:

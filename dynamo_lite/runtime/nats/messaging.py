@@ -239,8 +239,8 @@ class NatsMessaging:
         # While the server is unavailable every reconnect attempt ends here.
         if self._outage and not _is_refusal(exc):
             return
-        if self._log_limit.allow() is not None:
-            logger.warning("NATS at %s: %s", self._url, redact(_reason(exc)) or repr(exc))
+        why = redact(_reason(exc)) or repr(exc)
+        self._log_limit.log(logger, "NATS at %s: %s", self._url, why)
 
     async def _on_disconnected(self) -> None:
         if self._client is None:

@@ -50,9 +50,6 @@ class Observer:
         #: Those of the last look, as in `CounterHistory`.
         self.pages: Mapping[str, Samples | None] = {}
 
-    def __repr__(self) -> str:
-        return f"Observer({self._namespace!r}, members={len(self._roster.members)})"
-
     async def __aenter__(self) -> Self:
         await self._roster.__aenter__()
         return self

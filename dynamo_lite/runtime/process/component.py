@@ -124,7 +124,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self._endpoints: set[str] = set()
-        self._tasks = OwnedTasks(self._task_failed)
+        self.tasks = OwnedTasks(self._task_failed)
         #: What the process stores under its lease.
         self.keys = HeldKeys(self.store, self.lease, self.spawn)
 
@@ -207,15 +207,11 @@ class Host:
 
         It is ended after the component is closed.
         """
-        return self._tasks.start(coro, name=name)
+        return self.tasks.start(coro, name=name)
 
     def stop(self, reason: str, code: int = 0) -> None:
         """Requests a drain and then an exit with `code`. Only the first call counts."""
         self.stopping.set(reason, code)
-
-    async def cancel_tasks(self) -> None:
-        """Ends the owned tasks."""
-        await self._tasks.end()
 
     def _task_failed(self, task: asyncio.Task[Any], exc: BaseException) -> None:
         loss = self.lease.loss

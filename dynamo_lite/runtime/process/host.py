@@ -10,7 +10,7 @@ from contextlib import (
     AsyncExitStack,
     nullcontext,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,84 +113,76 @@ async def run_process(
             return stop.code
 
 
+@dataclass(eq=False)
 class _Process:
     """One run of one component."""
 
-    host: Host
-
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        component: Component,
-        report: Report,
-        stop: StopRequest,
-        environment: ProcessEnvironment,
-    ):
-        self._environment = environment
-        self._spec = spec
-        self._component = component
-        self._report = report
-        self._stop = stop
-        #: "starting", "ready" or "draining"; shown in /health.
-        self._state = "starting"
-        self._draining_since: float | None = None
-        #: Whether the component has started.
-        self._started = False
+    spec: ProcessSpec
+    component: Component
+    report: Report
+    stop: StopRequest
+    environment: ProcessEnvironment
+    #: "starting", "ready" or "draining"; shown in /health.
+    state: str = "starting"
+    draining_since: float | None = None
+    #: Whether the component has started.
+    started: bool = False
+    host: Host = field(init=False)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Connects the servers, opens the status server and starts the component; `stack` ends all
         of it in reverse, after any failure, too."""
-        self._report({"state": "starting", "detail": "connecting"})
+        self.report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        environment, drops = self._environment, drop_counter(registry)
+        environment, drops = self.environment, drop_counter(registry)
         # Closed last: sending the last spans may take seconds, and must delay nothing.
-        whose, folder = (self._spec.namespace, self._spec.component), self._spec.certificates
-        instance = f"{self._spec.component}-{self._spec.instance}"
+        whose, folder = (self.spec.namespace, self.spec.component), self.spec.certificates
+        instance = f"{self.spec.component}-{self.spec.instance}"
         tracer = await stack.enter_async_context(
-            open_tracer(self._spec.tracing, *whose, instance=instance)
+            open_tracer(self.spec.tracing, *whose, instance=instance)
         )
-        store = await stack.enter_async_context(environment.open_store(self._spec))
-        messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
+        store = await stack.enter_async_context(environment.open_store(self.spec))
+        messaging = await stack.enter_async_context(environment.open_messaging(self.spec, drops))
         if environment.check is not None:
-            await environment.check(self._spec, store, messaging)
-        ttl_s = self._spec.lease_ttl_s
+            await environment.check(self.spec, store, messaging)
+        ttl_s = self.spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
         self.host = host = Host(
-            spec=self._spec,
+            spec=self.spec,
             store=store,
             messaging=messaging,
             lease=lease,
             registry=registry,
-            report=self._report,
-            stopping=self._stop,
+            report=self.report,
+            stopping=self.stop,
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
             certificates=None if folder is None else Certificates(Path(folder), *whose),
         )
         host.probes = {"/live": lambda: liveness(self._facts()), "/ready": self._ready_for_work}
-        stack.enter_context(add_metrics(registry, self._spec, lease, messaging))
+        stack.enter_context(add_metrics(registry, self.spec, lease, messaging))
         status = await stack.enter_async_context(environment.open_status(host, self._health))
         host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
-        stack.push_async_callback(host.cancel_tasks)
+        stack.push_async_callback(host.tasks.end)
         stack.push_async_callback(self._close)
         stack.push_async_callback(self._leave)
-        facts = await self._component.start(host)
-        self._state, self._started = "ready", True
+        facts = await self.component.start(host)
+        self.state, self.started = "ready", True
         known = {"status_url": host.status_url, "lease": f"{lease.id:x}", "pid": os.getpid()}
-        self._report({"state": "ready", **known, **facts})
+        self.report({"state": "ready", **known, **facts})
 
     def interrupted(self) -> None:
         """The start was: a stop was requested."""
         self._report_draining()
-        if self._stop.code != EXIT_STOPPED:
-            lost = self._stop.code == EXIT_LEASE_EXPIRED
-            why = self._stop.reason + (": etcd was out of reach" if lost else "")
-            self._report({"state": "failed", "error": why})
+        if self.stop.code != EXIT_STOPPED:
+            lost = self.stop.code == EXIT_LEASE_EXPIRED
+            why = self.stop.reason + (": etcd was out of reach" if lost else "")
+            self.report({"state": "failed", "error": why})
 
     def failed(self, exc: Exception) -> int:
         """Reports a failed start. Returns the exit code."""
@@ -199,72 +191,72 @@ class _Process:
         else:
             logger.error("the start failed", exc_info=exc)
             error = f"{type(exc).__name__}: {exc}"
-        self._report({"state": "failed", "error": error})
+        self.report({"state": "failed", "error": error})
         return EXIT_START_FAILED
 
     async def drain(self) -> None:
-        self._draining_since = self.host.clock.monotonic()
-        grace_s = self._spec.grace_s
-        logger.info("draining for up to %g s: %s", grace_s, self._stop.reason)
+        self.draining_since = self.host.clock.monotonic()
+        grace_s = self.spec.grace_s
+        logger.info("draining for up to %g s: %s", grace_s, self.stop.reason)
         self._report_draining()
         await self._leave()
         try:
             async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
-                await self._component.drain(grace_s)
+                await self.component.drain(grace_s)
         except Exception:
             logger.exception("the drain failed or had a timeout")
-        self._report({"state": "drained"})
+        self.report({"state": "drained"})
 
     def _report_draining(self) -> None:
         # Known before the end, so that one that dies in its drain is not started again.
-        for_good = self._stop.code == EXIT_STOPPED
-        self._report({"state": "draining", "reason": self._stop.reason, "for_good": for_good})
+        for_good = self.stop.code == EXIT_STOPPED
+        self.report({"state": "draining", "reason": self.stop.reason, "for_good": for_good})
 
     async def _leave(self) -> None:
-        self._state = "draining"
+        self.state = "draining"
         await self.host.deregister()
 
     async def _close(self) -> None:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._component.close()
+                await self.component.close()
         except Exception:
-            logger.exception("closing %s failed or had a timeout", self._spec.component)
+            logger.exception("closing %s failed or had a timeout", self.spec.component)
 
     async def _await_loss(self) -> None:
         loss = await self.host.lease.lost()
-        self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
+        self.stop.set(f"lease {loss.value}", loss_exit_code(loss))
 
     def _facts(self) -> dict[str, Any]:
-        if not self._started:
+        if not self.started:
             return {"ok": False, "checks": {}}
         try:
-            return dict(self._component.health())
+            return dict(self.component.health())
         except Exception as exc:
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
 
     def _ready_for_work(self) -> ProbeBody:
         host = self.host
         return readiness(
-            self._facts(), state=self._state, lease=host.lease, messaging=host.messaging
+            self._facts(), state=self.state, lease=host.lease, messaging=host.messaging
         )
 
     def _health(self) -> dict[str, Any]:
-        facts, host, since = self._facts(), self.host, self._draining_since
+        facts, host, since = self._facts(), self.host, self.draining_since
         connected = host.messaging.connected
-        healthy = facts.pop("ok", True) and connected and self._state == "ready"
+        healthy = facts.pop("ok", True) and connected and self.state == "ready"
         return {
             "ok": bool(healthy),
-            "state": self._state,
-            "namespace": self._spec.namespace,
-            "component": self._spec.component,
-            "instance": self._spec.instance,
+            "state": self.state,
+            "namespace": self.spec.namespace,
+            "component": self.spec.component,
+            "instance": self.spec.instance,
             "lease": f"{host.lease.id:x}",
             "pid": os.getpid(),
             "version": __version__,
-            **({"nats_connected": connected} if self._spec.nats_url else {}),
-            "grace_s": self._spec.grace_s,
-            "lease_ttl_s": self._spec.lease_ttl_s,
+            **({"nats_connected": connected} if self.spec.nats_url else {}),
+            "grace_s": self.spec.grace_s,
+            "lease_ttl_s": self.spec.lease_ttl_s,
             # 0 before the drain.
             "draining_s": 0.0 if since is None else host.clock.monotonic() - since,
             **({"options": host.options.facts()} if host.options is not None else {}),

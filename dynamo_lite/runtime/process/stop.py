@@ -6,13 +6,13 @@ import faulthandler
 import logging
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvloop
 
 from dynamo_lite.runtime.store import LeaseLoss
-from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +40,34 @@ def end_process() -> None:
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` in an event loop of its own. Ends the process, with the stacks of its threads on
     stderr, when that has not run for `HUNG_S`: its lease is lost then, and its supervisor starts
-    another one. The watchdog is a thread of the interpreter's, which needs no lock of it."""
+    another one."""
+    ended = threading.Event()
 
     async def watched() -> T:
-        async with running(_watch(), name="watchdog"):
+        args = asyncio.get_running_loop(), ended
+        threading.Thread(target=_watch, args=args, name="watchdog", daemon=True).start()
+        try:
             return await main
+        finally:
+            ended.set()
 
     return uvloop.run(watched())
 
 
-async def _watch() -> None:
-    try:
-        while True:
-            faulthandler.dump_traceback_later(HUNG_S, exit=True)
-            await asyncio.sleep(HUNG_S / 10)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+def _watch(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
+    unanswered = 0
+
+    def answered() -> None:
+        nonlocal unanswered
+        unanswered = 0
+
+    # Turns and no time: one that was stopped (SIGSTOP) had none, and its loop runs again.
+    while not ended.wait(HUNG_S / 10) and unanswered < 10:
+        unanswered += 1
+        loop.call_soon_threadsafe(answered)
+    if not ended.is_set():
+        faulthandler.dump_traceback()
+        os._exit(1)
 
 
 class Interrupted(Exception):

@@ -80,7 +80,7 @@ class Adapters:
                 path = await asyncio.to_thread(get_adapter_absolute_path, adapter.path)
                 request = LoRARequest(adapter.key, number, path)
                 files = await asyncio.to_thread(_look, path)
-                made = await asyncio.to_thread(_digest, path)
+                made = await asyncio.to_thread(lambda: digest(_files(path)))
                 await self._add(request)
         except EngineDeadError:
             return Refused("the engine's process has ended", elsewhere=True)
@@ -98,11 +98,6 @@ def _files(path: str) -> list[Path]:
     folder = Path(path)
     weights = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
     return [folder / _CONFIG, *weights]
-
-
-def _digest(path: str) -> str:
-    """Raises OSError without its configuration."""
-    return digest(_files(path))
 
 
 def _look(path: str) -> list[tuple[str, int, int]]:

@@ -200,14 +200,10 @@ class VllmEngine:
             )
             if counts := stats.kv_connector_stats:
                 stats.kv_connector_stats = counts = own_counts(config, counts)
-                self._apply_counts(counts)
+                self._metrics.apply(counts)
+                if (tracer := self._context.tracer) is not None:
+                    tracer.record_notes(counts.get(SPAN, ()))
         return outputs
-
-    def _apply_counts(self, counts: dict[str, Any]) -> None:
-        """counts: the counters of the connector's halves, of one step."""
-        self._metrics.apply(counts)
-        if (tracer := self._context.tracer) is not None:
-            tracer.record_notes(counts.get(SPAN, ()))
 
     def _fingerprinted(self, described: EngineMetadata, lease_ttl_s: float) -> EngineMetadata:
         """Completes the fingerprint; the engine's process has only set what its ranks know."""

@@ -4,7 +4,6 @@ The other one is asked first, once at each look at a prompt, and what it has cou
 decision. A prompt loads from one of both, and waits for that. Both save.
 """
 
-from collections.abc import Iterable
 from typing import cast
 
 from vllm.config import VllmConfig
@@ -71,20 +70,17 @@ class MultiConnector(multi_connector.MultiConnector):
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         ours = self._requests_to_connector.get(request.request_id) != _OTHER
-        if num_external_tokens and ours:
-            self._end_reads(
+        if num_external_tokens and ours and isinstance(self._other, OffloadingConnector):
+            # vLLM's offloading saves blocks also after their request has freed them, and ends that
+            # before others get them. It does not see blocks that are allocated for another
+            # connector.
+            self._other.scheduler._current_batch_allocated_block_ids.update(
                 # The cached ones are not written.
                 block.block_id
                 for group in blocks.blocks
                 for block in group
                 if block.block_hash is None and not block.is_null
             )
-
-    def _end_reads(self, blocks: Iterable[int]) -> None:
-        """vLLM's offloading saves blocks also after their request has freed them, and ends that
-        before others get them. It does not see blocks that are allocated for another connector."""
-        if isinstance(self._other, OffloadingConnector):
-            self._other.scheduler._current_batch_allocated_block_ids.update(blocks)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput

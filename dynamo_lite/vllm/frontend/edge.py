@@ -91,8 +91,9 @@ class Edge:
             timeout_s = self._timeout_s(scope)
         except ValueError as exc:
             return await refuse(send, HTTPStatus.BAD_REQUEST, str(exc), param=TIMEOUT_HEADER)
+        session = (header(scope, SESSION_HEADER.encode()) or b"").decode("latin-1")[:MAX_SESSION]
         context = RequestContext(
-            timeout_s, deadline=now + timeout_s, session=_session(scope), trace=_trace_of(scope)
+            timeout_s, deadline=now + timeout_s, session=session or None, trace=_trace_of(scope)
         )
         token = _context.set(context)
         answer = _Answer(send, context)
@@ -120,11 +121,6 @@ class Edge:
                 f" got {text.decode('latin-1')!r}"
             )
         return min(timeout_s, self._max_timeout_s)
-
-
-def _session(scope: Scope) -> str | None:
-    value = header(scope, SESSION_HEADER.encode())
-    return value.decode("latin-1")[:MAX_SESSION] if value else None
 
 
 class _Answer:

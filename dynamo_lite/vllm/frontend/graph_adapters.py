@@ -161,9 +161,9 @@ class GraphAdapters:
             await self._apply(key, value)
 
     async def _apply(self, key: str, value: bytes | None) -> None:
-        await (self._leave(key) if value is None else self._enter(key, value))
-
-    async def _enter(self, key: str, value: bytes) -> None:
+        """value: the record; None: it is gone."""
+        if value is None:
+            return await self._leave(key)
         try:
             adapter = decode_json(value, Adapter)
             if key != names.adapter_key(self._namespace, adapter.name):

@@ -157,14 +157,6 @@ def drop_routes(app: FastAPI) -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in _NOT_SERVED]
 
 
-def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
-    """The key is checked first: without it no body is received."""
-    held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
-    limits = BodyLimits(max_bytes=max_body_bytes, held_bytes=held_bytes)
-    guarded: ASGIApp = Bodies(app, limits)
-    return KeyGuard(guarded, keys, root_path) if keys else guarded
-
-
 @asynccontextmanager
 async def open_app(
     flags: Sequence[str],
@@ -215,13 +207,13 @@ async def open_app(
         if max_body_bytes is None:
             model = client.model_config
             max_body_bytes = body_limit(model.max_model_len, media=takes_media(model))
+        held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
+        # Wrapped, not added as middleware: vLLM has already built its middleware stack.
+        asgi: ASGIApp = Bodies(app, BodyLimits(max_bytes=max_body_bytes, held_bytes=held_bytes))
+        if keys:  # checked first: without one no body is received
+            asgi = KeyGuard(asgi, keys, args.root_path or "")
         yield OpenAiApp(
-            # Wrapped, not added as middleware: vLLM has already built its middleware stack.
-            asgi=Edge(
-                _guarded(app, keys, args.root_path or "", max_body_bytes),
-                default_timeout_s=default_timeout_s,
-                max_timeout_s=max_timeout_s,
-            ),
+            asgi=Edge(asgi, default_timeout_s=default_timeout_s, max_timeout_s=max_timeout_s),
             state=app.state,
             client=client,
             served_model=(args.served_model_name or [args.model])[0],

@@ -75,7 +75,7 @@ class RustCore:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._send = _drop
+        self._send = lambda frames: None  # the Rust frontend has ended
         await self._tasks.end()
 
     @property
@@ -115,7 +115,11 @@ class RustCore:
             # The Rust frontend asks for a watermark in each request, whether or not the client
             # does. vLLM's Python frontend resolves this to False where none is configured.
             request.sampling_params.watermarking = False
-        context = self._context(request)
+        context = RequestContext(
+            self._timeout_s,
+            deadline=asyncio.get_running_loop().time() + self._timeout_s,
+            session=(request.session_id or "")[:MAX_SESSION] or None,
+        )
         try:
             if request.mm_features or request.prompt_embeds is not None:
                 raise VLLMValidationError("Images are served by the Python edge only")
@@ -149,14 +153,6 @@ class RustCore:
         finally:
             self._checking.pop(request.request_id, None)
 
-    def _context(self, request: EngineCoreRequest) -> RequestContext:
-        now = asyncio.get_running_loop().time()
-        return RequestContext(
-            self._timeout_s,
-            deadline=now + self._timeout_s,
-            session=(request.session_id or "")[:MAX_SESSION] or None,
-        )
-
     async def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if (task := self._checking.get(request_id)) is not None:
@@ -180,7 +176,9 @@ class RustCore:
             if _has_only_tokens(delta):
                 outputs.append(delta)
             else:
-                output = self._output(delta, now)
+                output, request_id = output_or_error(delta, now), delta.request_id
+                if output.finish_reason is FinishReason.ERROR:
+                    self._tasks.start(self._abort([request_id]), name=f"abort {request_id}")
                 arrays = arrays or output.new_logprobs is not None
                 arrays = arrays or output.new_prompt_logprobs_tensors is not None
                 outputs.append(output)
@@ -194,13 +192,6 @@ class RustCore:
         logger.info("request %s ended: %s", request_id, error)
         self._fail(request_id)
 
-    def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
-        """The delta as vLLM's output; an error if the delta is malformed."""
-        output = output_or_error(delta, now)
-        if output.finish_reason is FinishReason.ERROR:
-            self._tasks.start(self._abort([delta.request_id]), name=f"abort {delta.request_id}")
-        return output
-
     def _fail(self, request_id: str) -> None:
         self._send([_encode(EngineCoreOutputs(outputs=[error_output(request_id)]))])
 
@@ -212,7 +203,3 @@ def _has_only_tokens(delta: TokenDelta) -> bool:
         and delta.logprobs is None
         and delta.prompt_logprobs is None
     )
-
-
-def _drop(frames: Sequence[bytestr]) -> None:
-    """Drops the message: the Rust frontend has ended."""

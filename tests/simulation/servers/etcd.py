@@ -10,7 +10,6 @@ from typing import Any
 
 from aetcd import rpc
 
-from dynamo_lite.runtime.etcd.client import EtcdBackend
 from tests.simulation.loop.process import SimProcess
 from tests.simulation.network.connection import End
 from tests.simulation.network.grpc import CANCEL, SimChannel, rpc_error
@@ -257,9 +256,9 @@ def _without_value(kv: Any) -> Any:
 ETCD_URL = f"http://etcd:{PORT}"
 
 
-def etcd_backend(network: Network) -> EtcdBackend:
-    """For the process that is running. Hosts of the client's URL are found by their ports."""
-    return EtcdBackend(
-        open_channel=lambda host, _: SimChannel(network, host[1]),
-        clock=network.loop.current_process().clock,
-    )
+def etcd_options(network: Network) -> dict[str, Any]:
+    """Of the running process's store. Hosts of its URL are found by their ports."""
+    return {
+        "open_channel": lambda host, _: SimChannel(network, host[1]),
+        "clock": network.loop.current_process().clock,
+    }

@@ -143,7 +143,7 @@ async def test_a_length_that_is_too_large_is_refused_before_anything_is_sent(mod
 class Recorder:
     """An app that reads its body, or does not, and records its length.
 
-    blocks_s: it parses for so long after that, and the event loop stands still.
+    blocks_s: CPU time for which it parses after that, and the event loop stands still.
     """
 
     def __init__(self, *, reads: bool = True, blocks_s: float = 0.0):
@@ -158,7 +158,9 @@ class Recorder:
             message = await receive()
             size = len(message["body"])
             assert not message["more_body"]
-        time.sleep(self._blocks_s)
+        until = time.thread_time() + self._blocks_s
+        while time.thread_time() < until:
+            pass
         await asyncio.sleep(0)
         self.sizes.append(size)
         self.within = 0

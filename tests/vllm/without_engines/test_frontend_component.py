@@ -67,7 +67,7 @@ class Cluster:
                 yield host
             finally:
                 await host.deregister()
-                await host.cancel_tasks()
+                await host.tasks.end()
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[GenerateServer]:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import PendingConnections, TcpServer
@@ -224,5 +224,5 @@ async def _refresh(context: ssl.SSLContext, tls: TlsOptions, every_s: float) -> 
             # First into a new context: a half-replaced pair must not damage the one in use.
             tls.context()
             tls.load(context)
-        except (StartupError, OSError, ValueError) as exc:
+        except (DynamoLiteError, OSError, ValueError) as exc:
             logger.warning("cannot reload the TLS certificate, keeping the old one: %s", exc)
