@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
+from dynamo_lite.disagg.decode import prefill_workers
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import decode_params
@@ -228,7 +229,7 @@ async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                 case "queue-view":
                     monkeypatch.setattr(scene.decode.queue, "depth", broken)
                 case "links":
-                    monkeypatch.setattr(net.workers._links, "_apply", broken)
+                    monkeypatch.setattr(prefill_workers, "changes", broken)
                     await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
                 case "roster":
                     assert net.workers._roster is not None
