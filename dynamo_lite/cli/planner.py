@@ -89,8 +89,8 @@ def _set(
     """Set numbers of workers. The planner reaches them whatever the load is.
 
     From then on it decides again, from these numbers; `planner pause` before keeps them. Numbers
-    outside the minimum and maximum of a role or beyond the budget are refused (exit code 2), and
-    then nothing changes. The command does not wait: `planner status` shows the progress.
+    outside the minimum and maximum of a role are refused (exit code 2), and then nothing changes.
+    The command does not wait: `planner status` shows the progress, and what waits for the budget.
 
     \b
     dynamo-lite planner set VllmWorker=3
