@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json
-from dynamo_lite.cli.listing import OnGraph, members_in, on_graph, open_broker, open_store, table
+from dynamo_lite.cli.listing import OnGraph, members, on_graph, open_broker, open_store, table
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -208,7 +208,7 @@ async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
     async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(namespace)
         keys = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
-        running = await members_in(store, namespace)
+        running = await members(store, namespace)
     leases = sorted({record.lease_id for record in running if record.component == "Forwarder"})
     engines = {
         engine: names.explain_subject(namespace, engine)
