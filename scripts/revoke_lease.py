@@ -22,6 +22,7 @@ from dynamo_lite.cli.arguments import check_argument
 from dynamo_lite.cli.listing import OnGraph, Place, as_table, member_rows, members
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.child_environment import VARIABLES
 from dynamo_lite.serve.processes import is_alive
 
@@ -52,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def revoke(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Raises ConfigError, StartupError or Unavailable."""
     if args.lease and args.component:
         raise ConfigError(["give either a lease or --component, not both"])
@@ -60,32 +61,39 @@ async def revoke(args: argparse.Namespace) -> None:
     if args.etcd_url:
         check_argument("etcd-url", args.etcd_url)
     etcd_url = args.etcd_url or os.environ.get(VARIABLES["etcd-url"])
-    place = OnGraph(
+    graph = OnGraph(
         state_dir=args.state_dir,
         etcd_url=etcd_url,
         namespace=args.namespace,
         certificates=args.certificates,
-    ).place()
-    records = await members(place)
+    )
+    graph.on_store(lambda store, place: revoke(args, wanted, store, place))
+
+
+async def revoke(args: argparse.Namespace, wanted: int | None, store: Store, place: Place) -> None:
+    """wanted: the given lease. Raises as `run`."""
+    records = await members(store, place.namespace)
     if not args.lease and not args.component:
         print(as_table(await member_rows(records, place.certificates())))
         return
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:
         raise StartupError(_no_match(args, records))
-    await drain.revoke(place, [record.lease_id for record in chosen], print)
+    await drain.revoke(store, [record.lease_id for record in chosen], print)
     if args.wait:
-        await _wait_until_gone(place, chosen, args.timeout)
+        await _wait_until_gone(store, place.namespace, chosen, args.timeout)
         print("gone")
 
 
-async def _wait_until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
+async def _wait_until_gone(
+    store: Store, namespace: str, chosen: list[EndpointRecord], timeout_s: float
+) -> None:
     """Waits until keys, and processes of this host, are gone. Raises StartupError."""
     leases = {record.lease_id for record in chosen}
     pids = {record.pid for record in chosen if record.pid and record.host == socket.gethostname()}
     deadline = time.monotonic() + timeout_s
     while True:
-        present = {record.lease_id for record in await members(place)} & leases
+        present = {record.lease_id for record in await members(store, namespace)} & leases
         running = {pid for pid in pids if is_alive(pid)}
         if not present and not running:
             return
@@ -105,7 +113,7 @@ def _no_match(args: argparse.Namespace, records: list[EndpointRecord]) -> str:
 
 def main() -> None:
     try:
-        asyncio.run(revoke(_arguments()))
+        run(_arguments())
     except ConfigError as exc:
         for mistake in exc.mistakes:
             print(f"error: {mistake}", file=sys.stderr)

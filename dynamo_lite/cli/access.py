@@ -76,7 +76,7 @@ def nats(namespace: Namespace = None) -> None:
     commands of `dynamo-lite`.
     """
     name = _named(namespace)
-    print(nats_configuration(name, all_permissions(name).values()), end="")
+    print(f"accounts {{\n{nats_account(name, all_permissions(name).values())}}}")
 
 
 @app.command("certs")
@@ -149,16 +149,12 @@ def password_variable(user: str) -> str:
     return re.sub(r"\W", "_", user).upper() + "_PASSWORD"
 
 
-def nats_configuration(namespace: str, permissions: Collection[Permissions]) -> str:
-    """A file to be included into nats-server's configuration.
+def nats_account(namespace: str, permissions: Collection[Permissions]) -> str:
+    """A part of nats-server's configuration.
 
     The graph has an account of its own: decode and prefill workers may make a stream, and in the
     same account a stream may record the messages of every graph, whatever its maker may read.
     """
-    return f"accounts {{\n{nats_account(namespace, permissions)}}}\n"
-
-
-def nats_account(namespace: str, permissions: Collection[Permissions]) -> str:
     users = "".join(_nats_user(namespace, one) for one in permissions)
     return (
         "  # nats-server reads the passwords from the variables that are named here. For an NKey\n"

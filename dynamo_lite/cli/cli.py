@@ -41,8 +41,9 @@ from dynamo_lite.cli.arguments import (
     Verbose,
     interruptible,
 )
-from dynamo_lite.cli.listing import OnGraph, on_graph
+from dynamo_lite.cli.listing import OnGraph, Place, on_graph
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.runtime.store import Store
 
 
 class _Commands(TyperGroup):
@@ -209,12 +210,12 @@ def ps(graph: OnGraph, as_json: Json = False) -> None:
     worker that fits no decode engine; `dynamo-lite top` shows why) or silent (its status server
     does not respond).
     """
-    place = graph.place()
 
-    async def read_rows() -> list[dict[str, Any]]:
-        return await listing.member_rows(await listing.members(place), place.certificates())
+    async def read_rows(store: Store, place: Place) -> list[dict[str, Any]]:
+        records = await listing.members(store, place.namespace)
+        return await listing.member_rows(records, place.certificates())
 
-    rows = asyncio.run(read_rows())
+    rows = graph.on_store(read_rows)
     print(json.dumps(rows, indent=2) if as_json else listing.as_table(rows))
 
 

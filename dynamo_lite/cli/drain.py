@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 import typer
 
 from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
-from dynamo_lite.cli.listing import OnGraph, Place, members, on_graph, open_store, table
-from dynamo_lite.planner.drains import in_flight, look, seconds
+from dynamo_lite.cli.listing import OnGraph, Place, members, on_graph, table
+from dynamo_lite.planner.drains import GraphSeen, in_flight, look, seconds
 from dynamo_lite.planner.policy.drain import Leaving, WorkerSeen, danger, victim, written_s
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.overview.fetch import TIMEOUT_S
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.processes import is_alive
 
 #: The end of its work is no event that is seen here.
@@ -80,25 +81,25 @@ def drain(
     if bool(lease) == (component is not None):
         raise ConfigError(["give either LEASE or --pick COMPONENT"])
     wanted = parse_lease(lease) if lease else 0
-    place = graph.place()
 
-    async def work() -> bool:
+    async def work(store: Store, place: Place) -> bool:
         """Returns whether its work was cut off."""
-        record, reason, workers = await _choose(place, component or "", wanted, force)
+        seen = await place.look(store)
+        record, reason, workers = _choose(seen, component or "", wanted, force)
         say = partial(print, flush=True)
         say(table(_COLUMNS, [_cells(one, record.lease_id) for one in workers]))
         say(f"{record.component} {record.lease_id:x}: {reason}")
         if dry_run:
             say("dry run: nothing was revoked")
             return False
-        watch = _Watch(place, record)
-        await revoke(place, [record.lease_id], say)
+        watch = _Watch(store, place, record)
+        await revoke(store, [record.lease_id], say)
         if not no_wait:
             await watch.until_gone(timeout, say)
         return watch.forced
 
     with interruptible("interrupted; a worker whose lease was revoked goes on draining"):
-        cut_off = asyncio.run(work())
+        cut_off = graph.on_store(work)
     if cut_off:
         raise typer.Exit(EXIT_CUT_OFF)
 
@@ -116,8 +117,8 @@ def parse_lease(text: str) -> int:
     return value
 
 
-async def _choose(
-    place: Place, component: str, lease_id: int, force: bool
+def _choose(
+    seen: GraphSeen, component: str, lease_id: int, force: bool
 ) -> tuple[EndpointRecord, str, Sequence[WorkerSeen]]:
     """The worker to remove, why this one, and all of its component.
 
@@ -126,7 +127,6 @@ async def _choose(
     """
     if not lease_id and component not in tuple(Role):
         raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
-    seen = await place.look()
     given = seen.records.get(lease_id)
     if lease_id and given is None:
         known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
@@ -142,22 +142,21 @@ async def _choose(
     return found.record, "as asked" if lease_id else found.reason, workers
 
 
-async def revoke(place: Place, lease_ids: Iterable[int], say: Say) -> None:
+async def revoke(store: Store, lease_ids: Iterable[int], say: Say) -> None:
     """Revokes leases: their owners leave the listing at once, and drain."""
-    async with open_store(place) as store:
-        for lease_id in sorted(set(lease_ids)):
-            if await store.revoke(lease_id):
-                say(f"revoked {lease_id:x}")
-            else:
-                say(f"lease {lease_id:x} had already expired or been revoked")
+    for lease_id in sorted(set(lease_ids)):
+        if await store.revoke(lease_id):
+            say(f"revoked {lease_id:x}")
+        else:
+            say(f"lease {lease_id:x} had already expired or been revoked")
 
 
 class _Watch:
     """The way of one worker from its revocation to its end: DRAINING, SAFE, GONE; FORCED when its
     grace ends before its work."""
 
-    def __init__(self, place: Place, record: EndpointRecord):
-        self._place, self._record = place, record
+    def __init__(self, store: Store, place: Place, record: EndpointRecord):
+        self._store, self._place, self._record = store, place, record
         role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
         self._leaving = Leaving(role=role, lease_id=record.lease_id)
         self._safe = self._ended = False
@@ -181,7 +180,7 @@ class _Watch:
     async def harm(self) -> str:
         """Asks it and all decode workers what its end could harm; empty if nothing. Takes 2 s at
         most."""
-        listed = await members(self._place)
+        listed = await members(self._store, self._place.namespace)
         asked_at, before = time.monotonic(), self._leaving
         seen = await look([*listed, self._record], self._place.certificates())
         facts = seen.facts.get(before.lease_id, {})

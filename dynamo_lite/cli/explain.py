@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json
-from dynamo_lite.cli.listing import OnGraph, members_in, on_graph, open_broker, open_store, table
+from dynamo_lite.cli.listing import OnGraph, members, on_graph, open_broker, open_store, table
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -149,13 +149,7 @@ def explain(
         raise ConfigError(["give either REQUEST_ID or --last N"])
     if len(request_id) > 256:
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
-    wanted = Explain(request_id=request_id, last=last or 4096)
-    raise typer.Exit(_run(graph, wanted, as_json))
-
-
-def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
-    """Returns the exit code. wanted: of one request, or the last ones of all."""
-    answers = asyncio.run(_ask_all(graph, wanted))
+    answers = asyncio.run(_ask_all(graph, Explain(request_id=request_id, last=last or 4096)))
     for each in answers:
         for name in each.silent:
             print(f"warning: {each.kind.noun} {name} does not respond", file=sys.stderr)
@@ -163,23 +157,23 @@ def _run(graph: OnGraph, wanted: Explain, as_json: bool) -> int:
     taken = [one for each in found for one in each.taken]
     if as_json:
         print(json.dumps([one.as_json() for one in taken], indent=2))
-    elif wanted.request_id:
+    elif request_id:
         print("\n\n".join(one.as_text() for one in taken), end="\n" if taken else "")
     else:
         print("\n\n".join(as_table(each.kind, each.taken) for each in found or answers[:1]))
-    if not wanted.request_id or found:
-        return 0
+    if not request_id or found:
+        return
     asked = " and ".join(
         f"{each.replied} {each.kind.noun}s"
         for each in answers
         if each.replied or each is answers[0]
     )
     print(
-        f"error: {wanted.request_id}: none of {asked} has a decision of it; decisions are kept for"
+        f"error: {request_id}: none of {asked} has a decision of it; decisions are kept for"
         f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine",
         file=sys.stderr,
     )
-    return EXIT_FAILED
+    raise typer.Exit(EXIT_FAILED)
 
 
 def _known(value: Any) -> Any:
@@ -208,7 +202,7 @@ async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
     async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(namespace)
         keys = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
-        running = await members_in(store, namespace)
+        running = await members(store, namespace)
     leases = sorted({record.lease_id for record in running if record.component == "Forwarder"})
     engines = {
         engine: names.explain_subject(namespace, engine)

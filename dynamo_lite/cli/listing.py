@@ -59,15 +59,12 @@ class Place:
             return None
         return Certificates(self.folder, self.namespace, self.component)
 
-    async def look(self, store: Store | None = None, component: str = "") -> GraphSeen:
-        """All live processes, or those of a component, and what they report. store: None opens one.
+    async def look(self, store: Store, component: str = "") -> GraphSeen:
+        """All live processes, or those of a component, and what they report.
 
-        Raises ConfigError; StartupError or Unavailable when etcd does not respond.
+        Raises ConfigError; Unavailable when etcd does not respond.
         """
-        if store is None:
-            async with open_store(self) as store:
-                return await self.look(store, component)
-        found = await members_in(store, self.namespace)
+        found = await members(store, self.namespace)
         asked = [one for one in found if component in ("", one.component)]
         return await look(asked, self.certificates())
 
@@ -163,17 +160,13 @@ def open_store(place: Place) -> AbstractAsyncContextManager[Store]:
     return EtcdStore(place.etcd_url, connect_timeout_s=3.0)
 
 
-async def members(place: Place) -> list[EndpointRecord]:
+async def members(store: Store, namespace: str) -> list[EndpointRecord]:
     """Every endpoint of every live process, sorted by key; malformed records are left out.
 
-    Raises StartupError or Unavailable when etcd does not respond.
+    Raises Unavailable when etcd does not respond.
     """
-    async with open_store(place) as store:
-        return await members_in(store, place.namespace)
-
-
-async def members_in(store: Store, namespace: str) -> list[EndpointRecord]:
-    return decode_all(await store.get_prefix(names.components_prefix(namespace)), _endpoint)
+    found = await store.get_prefix(names.components_prefix(namespace))
+    return decode_all(found, lambda value: decode_json(value, EndpointRecord))
 
 
 async def member_rows(
@@ -221,10 +214,6 @@ def as_time(seconds: float) -> str:
 def as_next_try(at: float | None) -> str:
     """Of a failed link: time of day. at: see `LinkRecord`."""
     return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def _endpoint(value: bytes) -> EndpointRecord:
-    return decode_json(value, EndpointRecord)
 
 
 def _age(age_s: float) -> str:

@@ -89,8 +89,8 @@ def _set(
     """Set numbers of workers. The planner reaches them whatever the load is.
 
     From then on it decides again, from these numbers; `planner pause` before keeps them. Numbers
-    outside the minimum and maximum of a role or beyond the budget are refused (exit code 2), and
-    then nothing changes. The command does not wait: `planner status` shows the progress.
+    outside the minimum and maximum of a role are refused (exit code 2), and then nothing changes.
+    The command does not wait: `planner status` shows the progress, and what waits for the budget.
 
     \b
     dynamo-lite planner set VllmWorker=3
@@ -112,7 +112,7 @@ async def look(store: Store, place: Place) -> dict[str, Any]:
     return {
         "planners": [
             {"lease": f"{lease:x}", **facts.get("planner", {})}
-            for lease, facts in (await _facts(store, place)).items()
+            for lease, facts in (await place.look(store, "Planner")).facts.items()
         ],
         "leader": f"{records.leader:x}" if records.leader else None,
         "wanted": msgspec.to_builtins(records.wanted or WantedRecord()),
@@ -142,7 +142,14 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
         raise StartupError("the planner runs with dry-run: it would not change anything")
     if not (facts := _led_by(seen)):
         raise StartupError("no planner leads, or it does not respond; `planner status` shows more")
-    if mistakes := _refusals(facts, wanted):
+    names = [one["component"] for one in facts["roles"]]
+    mistakes = [
+        f"{component}: the planner has no such role; accepted: {', '.join(names) or 'none'}"
+        for component in wanted
+        if component not in names
+    ]
+    mistakes = mistakes or refusals(wanted, msgspec.convert(facts["limits"], PlannerOptions))
+    if mistakes:
         raise ConfigError(mistakes)
     return await edit(
         store,
@@ -158,7 +165,7 @@ async def check_options(store: Store, place: Place, change: Edit) -> None:
     counts as one device. Raises StartupError for an invalid record.
     """
     file: dict[str, Any] = {}
-    for facts in (await _facts(store, place)).values():
+    for facts in (await place.look(store, "Planner")).facts.values():
         file |= facts.get("options", {}).get("file", {})
     replaced = replaces("Planner", change)
     now = {} if replaced else await read(store, place.namespace, "Planner")
@@ -174,22 +181,6 @@ def _whoami() -> str:
     except KeyError:
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:256]
-
-
-def _refusals(facts: Mapping[str, Any], wanted: Mapping[str, int]) -> list[str]:
-    names = [one["component"] for one in facts["roles"]]
-    mistakes = [
-        f"{component}: the planner has no such role; accepted: {', '.join(names) or 'none'}"
-        for component in wanted
-        if component not in names
-    ]
-    return mistakes or refusals(wanted, msgspec.convert(facts["limits"], PlannerOptions))
-
-
-async def _facts(store: Store, place: Place) -> Mapping[int, Mapping[str, Any]]:
-    """What each planner reports at /health, by its lease."""
-    seen = await place.look(store, "Planner")
-    return seen.facts
 
 
 def as_text(seen: Mapping[str, Any]) -> str:

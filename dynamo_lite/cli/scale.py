@@ -11,7 +11,7 @@ import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
 from dynamo_lite.cli.drain import Say
-from dynamo_lite.cli.listing import OnGraph
+from dynamo_lite.cli.listing import OnGraph, open_store
 from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
@@ -120,7 +120,8 @@ async def _order(state_dir: Path, component: str, target: int, say: Say) -> None
     if (number := len(ready) - target) > 0:
         # A host of workers may have no certificates but theirs.
         place = OnGraph(state_dir=state_dir).place(component)
-        workers = (await place.look()).workers(component)
+        async with open_store(place) as store:
+            workers = (await place.look(store)).workers(component)
         for _ in range(number):
             # Whether the last one may go was decided with the target.
             found = victim(workers, among=ready, force=True)

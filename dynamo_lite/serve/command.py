@@ -28,7 +28,6 @@ from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import (
     RunState,
     lock,
-    lone_folder,
     read_run,
     run_file,
     running_certificates,
@@ -112,7 +111,7 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
         if not stack.enter_context(lock(request.state_dir)):
             raise _in_use(request.state_dir)
         return request.state_dir
-    folders = (lone_folder(request.state_dir, only, number) for number in itertools.count())
+    folders = (request.state_dir / "lone" / f"{only}-{number}" for number in itertools.count())
     return next(folder for folder in folders if stack.enter_context(lock(folder)))
 
 

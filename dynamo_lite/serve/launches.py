@@ -11,7 +11,7 @@ from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_environment import DEVICES, child_environment
-from dynamo_lite.serve.config import GraphConfig, GraphOptions, ServiceConfig
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
 from dynamo_lite.serve.run_state import RunState, write_private
 from dynamo_lite.vllm.args import engine_flags
 
@@ -65,7 +65,8 @@ def prepare(
     place: has the URLs of the servers and the folder of the certificates. directory: where plans
     and logs go; they may contain credentials. devices: that it occupies.
     """
-    name, shared = f"{service.service.name}-{instance}", request.config.shared
+    shared, component = request.config.shared, service.service.name
+    name, first_port = f"{component}-{instance}", service.status_port
     plans, logs = directory / "plans", directory / "logs"
     for folder in (plans, logs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def prepare(
     environment = child_environment(own, shared.bind_host, shared.lease_ttl_s, service.flags)
     log_settings = logging_config(
         request.log_format,
-        service.service.name,
+        component,
         instance,
         level=request.log_level,
         vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
@@ -84,33 +85,13 @@ def prepare(
         settings_path = plans.resolve() / f"{name}.logging.json"
         write_private(settings_path, msgspec.json.encode(log_settings))
         environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings_path))
-    spec = _spec(shared, service, place, directory, instance)
-    plan = ChildPlan(component=service.service.component, spec=spec, logging=log_settings)
-    path, log = plans / f"{name}.json", logs / f"{name}.log"
-    write_private(path, msgspec.json.encode(plan))
-    if not request.log_to_stderr:
-        log.write_bytes(b"")
-    return Launch(
-        service=service.service.name,
-        instance=instance,
-        command=(sys.executable, "-m", "dynamo_lite.serve.child", str(path)),
-        log_path=None if request.log_to_stderr else log,
-        env=environment,
-        devices=devices,
-    )
-
-
-def _spec(
-    shared: GraphOptions, service: ServiceConfig, place: RunState, directory: Path, instance: int
-) -> ProcessSpec:
-    name, first_port = service.service.name, service.status_port
-    return ProcessSpec(
+    spec = ProcessSpec(
         namespace=shared.namespace,
-        component=name,
+        component=component,
         instance=instance,
         instances=service.workers,
-        nats_url=place.nats_url(name),
-        etcd_url=place.etcd_url(name),
+        nats_url=place.nats_url(component),
+        etcd_url=place.etcd_url(component),
         certificates=place.certificates or None,
         state_dir=str(directory.resolve()),
         bind_host=shared.bind_host,
@@ -121,4 +102,17 @@ def _spec(
         engine_args=engine_flags(service.flags),
         watch_component=service.service.calls,
         tracing=shared.tracing,
+    )
+    plan = ChildPlan(component=service.service.component, spec=spec, logging=log_settings)
+    path, log = plans / f"{name}.json", logs / f"{name}.log"
+    write_private(path, msgspec.json.encode(plan))
+    if not request.log_to_stderr:
+        log.write_bytes(b"")
+    return Launch(
+        service=component,
+        instance=instance,
+        command=(sys.executable, "-m", "dynamo_lite.serve.child", str(path)),
+        log_path=None if request.log_to_stderr else log,
+        env=environment,
+        devices=devices,
     )

@@ -91,11 +91,6 @@ def read_run(state_dir: Path) -> RunState | None:
     return state if is_alive(state.pid) else None
 
 
-def lone_folder(state_dir: Path, service: str, number: int) -> Path:
-    """The state directory of a service that was started alone."""
-    return state_dir / "lone" / f"{service}-{number}"
-
-
 def running_certificates(running: RunState | None, namespace: str) -> Path | None:
     """The folder of the running graph of this namespace; None if it has none, or none runs."""
     if running is None or running.namespace != namespace or not running.certificates:

@@ -62,8 +62,9 @@ def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
         # It never listens, so it gets no connections.
         holder = bind(host, port)
     except StartupError as exc:
-        option = f"{service.service.name}.port"
-        raise StartupError(f"{option}: {exc}; choose another: --{option}=...") from exc
+        name = service.service.name
+        how = f"choose another: --{name}.port=... or --{name}.host=..."
+        raise StartupError(f"{name}.port: {exc}; {how}") from exc
     with holder:
         if service.workers < 2:
             holder.close()

@@ -56,9 +56,9 @@ class Supervisor:
         self._services = {service.service.name: service for service in services}
         self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}
         for name, service in self._services.items():
-            for number in range(service.workers):
+            for _ in range(service.workers):
                 try:
-                    self._enter(name, number)
+                    self._add(name)
                 except Refused as exc:
                     raise StartupError(exc.reason) from exc
 
@@ -102,7 +102,7 @@ class Supervisor:
         """
         tasks, component = self._tasks, order.component
         if tasks is None or self._run.state != "ready":
-            raise Refused(f"the graph is {self._run.state}; it must be ready", elsewhere=False)
+            raise _refused(f"the graph is {self._run.state}; it must be ready")
         while (number := self._number(component)) < order.count:
             instance = self._add(component)
             tasks.create_task(instance.keep(), name=instance.launch.name)
@@ -192,20 +192,15 @@ class Supervisor:
         return [instance for tier in self._tiers.values() for instance in tier]
 
     def counts(self) -> dict[str, RoleCounts]:
-        return {name: self._counts(name) for name in self._scalable()}
-
-    def _add(self, component: str) -> InstanceSupervisor:
-        """Enters one more process. Raises as `_enter`."""
-        present = {one.launch.instance for one in self._tiers[component] if not one.done.is_set()}
-        return self._enter(component, next(n for n in itertools.count() if n not in present))
+        """Of the services that can be scaled."""
+        return {n: self._counts(n) for n, one in self._services.items() if one.service.scalable}
 
     def _number(self, component: str) -> int:
         """Its processes, without draining ones. Raises Refused, which says what is accepted."""
-        if component not in (accepted := self._scalable()):
+        if component not in (accepted := self.counts()):
             can = ", ".join(accepted) or "none"
             raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
-        counts = self._counts(component)
-        return counts.starting + counts.ready
+        return sum(one.phase in ("starting", "ready") for one in self._tiers[component])
 
     def _to_retire(
         self, component: str, number: int, leases: Sequence[int]
@@ -224,9 +219,12 @@ class Supervisor:
             )
         return found[: max(number, 0)]
 
-    def _enter(self, name: str, number: int) -> InstanceSupervisor:
-        """Raises Refused when too few devices are free, or its files cannot be written."""
-        service = self._services[name]
+    def _add(self, name: str) -> InstanceSupervisor:
+        """One more process, with the first free number. Raises Refused when too few devices are
+        free, or its files cannot be written."""
+        service, tier = self._services[name], self._tiers[name]
+        present = {one.launch.instance for one in tier if not one.done.is_set()}
+        number = next(n for n in itertools.count() if n not in present)
         need = service.devices
         if need > len(free := self._free()):
             raise _refused(
@@ -238,8 +236,7 @@ class Supervisor:
         except OSError as exc:
             raise _refused(f"{name}: its files cannot be written: {exc}") from exc
         # The last process with this number has ended, and its log was overwritten.
-        self._tiers[name] = [one for one in self._tiers[name] if one.launch.instance != number]
-        self._tiers[name].append(instance)
+        self._tiers[name] = [one for one in tier if one.launch.instance != number] + [instance]
         return instance
 
     def _keeper(
@@ -260,9 +257,6 @@ class Supervisor:
             name for one in self.instances if not one.done.is_set() for name in one.launch.devices
         }
         return tuple(name for name in self._request.config.devices if name not in occupied)
-
-    def _scalable(self) -> list[str]:
-        return [name for name, one in self._services.items() if one.service.scalable]
 
     def _counts(self, name: str) -> RoleCounts:
         tier = self._tiers[name]

@@ -17,6 +17,7 @@ from dynamo_lite.vllm.compat import no_rust_edge
 from dynamo_lite.vllm.http_options import TLS_KEYS
 
 PROGRAM = "vllm-rs"
+_GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 
 _RUN_S = 20.0
 
@@ -103,10 +104,7 @@ def find_program(given: str | None, vllm: str) -> Path:
     """
     program = beside_vllm() if given is None else Path(given).expanduser().resolve()
     if program is None:
-        raise StartupError(
-            f"{PROGRAM} is not installed beside vLLM: run scripts/get_vllm_rs, and set edge-binary"
-            " to the path that it prints"
-        )
+        raise StartupError(f"{PROGRAM} is not installed beside vLLM: {_GET}")
     check_version(program, vllm)
     return program
 
@@ -127,10 +125,12 @@ def check_version(program: Path, vllm: str) -> None:
             [program, "--version"], capture_output=True, text=True, timeout=_RUN_S, check=True
         )
     except (OSError, UnicodeDecodeError, subprocess.SubprocessError) as exc:
-        raise StartupError(f"{program} --version failed: {exc}") from exc
+        raise StartupError(f"{program} --version failed: {exc}; {_GET}") from exc
     said = ended.stdout.split()
     if len(said) != 2 or said[0] != PROGRAM:
-        raise StartupError(f"{program} is not {PROGRAM}: --version prints {' '.join(said[:4])!r}")
+        raise StartupError(
+            f"{program} is not {PROGRAM}: --version prints {' '.join(said[:4])!r}; {_GET}"
+        )
     wanted = vllm.partition(" ")[2].partition("+")[0]
     if said[1] != wanted:
         raise StartupError(

@@ -201,14 +201,14 @@ async def test_what_is_safe_to_kill_stays_so_until_it_has_work_again(
     async def lives(_worker: Any) -> bool:
         return True
 
-    async def members(_place: Any) -> list[Any]:
+    async def members(*_: Any) -> list[Any]:
         return []
 
     monkeypatch.setattr(drain, "look", look)
     monkeypatch.setattr(drain, "_lives", lives)
     monkeypatch.setattr(drain, "members", members)
     monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now))
-    leaving = drain._Watch(Place(etcd_url="", namespace="n"), endpoint_record(7, D))
+    leaving = drain._Watch(MemoryStore(), Place(etcd_url="", namespace="n"), endpoint_record(7, D))
     assert await leaving.harm() == ""
     # It does not respond any more, and its ledger neither.
     facts["in_flight"], asked_age_s = None, None

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -56,7 +57,11 @@ class StatusServer:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when it cannot listen."""
-        sock = bind(self._host, self._port)
+        try:
+            sock = bind(self._host, self._port)
+        except StartupError as exc:
+            why = f"{exc}; choose another status-port or bind-host"
+            raise StartupError(why) from exc
         self._port = sock.getsockname()[1]
         self._server = WebServer(
             self._answer,

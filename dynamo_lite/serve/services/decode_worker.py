@@ -88,7 +88,7 @@ class VllmWorker:
         server = self._server
         server.refuse_new("this worker is draining")
         logger.info("draining: %d requests in flight are finished", server.in_flight)
-        await self._stop_remote_prefills()
+        await asyncio.gather(*(self._leave(each.engine_id) for each in self._engine.metadata))
         if not await server.wait_idle(grace_s):
             self._cut_off = server.in_flight
             logger.warning(
@@ -138,13 +138,9 @@ class VllmWorker:
         if events is not None:
             host.spawn(_publish_changes(events, publisher), "kv-events")
 
-    async def _stop_remote_prefills(self) -> None:
-        """Orders the engine to stop asking for remote prefills. The engine cannot derive that
-        from missing keys, because the store may have lost them."""
-        engine_ids = [each.engine_id for each in self._engine.metadata]
-        await asyncio.gather(*(self._leave(engine_id) for engine_id in engine_ids))
-
     async def _leave(self, engine_id: str) -> None:
+        """Orders an engine to stop asking for remote prefills. It cannot derive that from missing
+        keys, because the store may have lost them."""
         host = self._host
         subject = names.leave_subject(host.spec.namespace, engine_id)
         for _ in range(_LEAVE_TRIES):
