@@ -158,15 +158,11 @@ class JetStreamQueue:
             self._missing.clear()
             try:
                 await self._ensure()
-            except BrokerUnavailable as exc:
+            except (BrokerUnavailable, StartupError) as exc:
                 text = "queue %s is unavailable, retrying: %s"
                 self._log_limit.log(logger, text, self._topology.stream, exc)
                 if self._connection.connected:  # otherwise the reconnect sets it
                     self._missing.set()
-            except StartupError as exc:
-                text, level = "queue %s, retrying: %s", logging.ERROR
-                self._log_limit.log(logger, text, self._topology.stream, exc, level=level)
-                self._missing.set()
             else:
                 assert self._puller is not None
                 self._puller.resume()
