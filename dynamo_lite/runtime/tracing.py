@@ -146,6 +146,8 @@ async def open_tracer(
         flush = threading.Thread(target=processor.shutdown, name="trace-flush", daemon=True)
         flush.start()
         await asyncio.to_thread(flush.join, _FLUSH_S)
+        if flush.is_alive():  # this ends its retries
+            threading.Thread(target=exporter.shutdown, name="trace-give-up", daemon=True).start()
 
 
 def _load(options: TracingOptions, source: dict[str, str]) -> "tuple[Resource, SpanExporter]":

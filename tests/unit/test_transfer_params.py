@@ -74,5 +74,3 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any):
 def test_a_bad_deadline_is_refused():
     with pytest.raises(ProtocolError, match=r"\$\.deadline"):
         unpack(carrier({"deadline": "soon"}), DecodeRequestParams)
-    with pytest.raises(ProtocolError, match="deadline"):
-        unpack(carrier({"do_remote_prefill": True}), DecodeRequestParams)
