@@ -184,6 +184,8 @@ async def test_engines_are_sent_what_the_router_sends_them(protocol: str, tmp_pa
         for name, (route, body) in REQUESTS.items():
             if protocol == "sglang" and name in REFUSED_BY_SGLANG_ROUTER:
                 continue
+            if protocol == "nixl-push" and route == RESPONSES:
+                continue  # the router does not pair these legs, and an engine waits in vain
             for own in (body, body | FORGED) if protocol != "sglang" else (body,):
                 status, answer, theirs = await ask(r, router, route, own)
                 mine, got, ours = await ask(r, r.url, route, own)

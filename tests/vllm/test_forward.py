@@ -56,7 +56,6 @@ async def test_many_at_once(running: Forwarded, reference: PlainServer):
     assert running.answers("disaggregated") == before + len(requests)
 
 
-@pytest.mark.parametrize("running", ["nixl"], indirect=True)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_responses(running: Forwarded, reference: PlainServer, stream: bool):
     def text(url: str) -> str:
