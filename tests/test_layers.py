@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 1_782,
     "dynamo_lite/serve": 4_907,
     "dynamo_lite/cli": 2_457,
-    "tests": 49_586,
+    "tests": 49_588,
     "tests/simulation": 7_902,
 }
 SLACK = 50
