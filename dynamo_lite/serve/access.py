@@ -8,7 +8,7 @@ model, or only log it.
 import contextlib
 
 from dynamo_lite.disagg.queue.base import QueueOptions
-from dynamo_lite.disagg.queue.jetstream import check_queue
+from dynamo_lite.disagg.queue.topology import check_queue
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_all, decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError

@@ -11,8 +11,8 @@ from nats.aio.msg import Msg
 
 from dynamo_lite.disagg.queue import jetstream
 from dynamo_lite.disagg.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.disagg.queue.jetstream import JetStreamQueue, check_queue
-from dynamo_lite.disagg.queue.topology import shared_settings
+from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
+from dynamo_lite.disagg.queue.topology import check_queue, shared_settings
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
 from dynamo_lite.runtime.nats.messaging import NatsMessaging

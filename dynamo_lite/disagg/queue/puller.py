@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
 import msgspec
@@ -26,8 +25,6 @@ from nats.aio.subscription import Subscription
 from dynamo_lite.disagg.decision.lanes import Lane, LaneTurns
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.topology import Topology, consumer_name
-from dynamo_lite.protocol.errors import BrokerUnavailable
-from dynamo_lite.runtime.drops import OnDrop
 
 logger = logging.getLogger(__name__)
 
@@ -102,42 +99,19 @@ class LanePull:
         # The headers alone prove nothing, because the sender of a job chooses them. Only the
         # broker's own messages have no reply subject.
         if message.reply or status is None:
-            self._add_job(message)
+            if (job := self._owner.job_of(message)) is not None:
+                self.arrived.append(job)
         elif status not in ("404", "408"):
             logger.debug("the pull request was refused with %s", message.headers)
             self._owner.on_gone()
         self._owner.notify()
 
-    def _add_job(self, message: Msg) -> None:
-        try:
-            sequence = message.metadata.sequence.stream
-        except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
-            logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
-            self._owner.on_drop("job")
-        else:
-            ack = partial(self._ack, sequence, message.reply)
-            self.arrived.append(Job(message.data, sequence, ack))
-
-    async def _ack(self, sequence: int, reply: str) -> None:
-        if not self._client.is_connected:
-            raise BrokerUnavailable(f"job {sequence}: NATS is disconnected")
-        try:
-            await self._client.publish(reply, b"+ACK")
-        except (errors.Error, OSError) as exc:
-            reason = str(exc) or type(exc).__name__
-            raise BrokerUnavailable(f"job {sequence}: {reason}") from exc
-
 
 class Puller:
-    """Async context manager.
+    """Async context manager. job_of: the job in a message; None: it is to be dropped."""
 
-    on_missing: called when the broker reports that a consumer is gone.
-    """
-
-    def __init__(
-        self, client: Client, topology: Topology, on_missing: Callable[[], None], on_drop: OnDrop
-    ):
-        self._on_missing, self.on_drop = on_missing, on_drop
+    def __init__(self, client: Client, topology: Topology, job_of: Callable[[Msg], Job | None]):
+        self._topology, self.job_of = topology, job_of
         self._lanes = {lane: LanePull(client, topology, lane, self) for lane in Lane}
         self._turns = LaneTurns()
         #: Whether jobs are requested.
@@ -231,7 +205,7 @@ class Puller:
     def on_gone(self) -> None:
         """A lane's consumer is gone, or the broker unavailable."""
         self.pause()
-        self._on_missing()
+        self._topology.missing.set()
 
     def _pop_arrived(self, chosen: Iterable[LanePull]) -> Job | None:
         """Removes and returns the oldest delivered job."""

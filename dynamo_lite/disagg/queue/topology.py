@@ -1,5 +1,9 @@
-"""The stream of a queue and its consumers, one per lane: created if absent, else checked."""
+"""The stream of a queue and its consumers, one per lane: created if absent, else checked.
 
+What the broker has lost is created again, empty.
+"""
+
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -25,9 +29,16 @@ from nats.js.errors import (
 )
 
 from dynamo_lite.disagg.decision.lanes import Lane
-from dynamo_lite.disagg.queue.base import QueueConfig, QueueDepth, single_server_text
+from dynamo_lite.disagg.queue.base import (
+    QueueConfig,
+    QueueDepth,
+    QueueOptions,
+    single_server_text,
+)
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, StartupError
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +48,7 @@ _NO_PEERS = 10005
 _DUPLICATE_WINDOW_S = 120.0
 #: Timeout of one request to JetStream's API.
 API_TIMEOUT_S = 2.0
+_REPAIR_INTERVAL_S = 0.1
 
 
 @contextlib.contextmanager
@@ -59,45 +71,81 @@ class Topology:
     wall: seconds since the epoch.
     """
 
-    def __init__(self, namespace: str, config: QueueConfig, wall: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        namespace: str,
+        config: QueueConfig,
+        connection: NatsMessaging,
+        wall: Callable[[], float] = time.time,
+    ):
         self.stream = names.prefill_stream(namespace)
-        self.subject = names.prefill_jobs_subject(namespace)
-        self.config, self._wall = config, wall
+        subject = names.prefill_jobs_subject(namespace)
+        self.subjects = {lane: f"{subject}.{lane.value}" for lane in Lane}
+        self.subjects[Lane.LONG] = subject
+        self.config, self._connection, self._wall = config, connection, wall
+        #: Set when the broker may have lost the stream or a consumer.
+        self.missing = asyncio.Event()
+        self._ensuring, self._log_limit = asyncio.Lock(), LogLimit()
 
-    async def ensure(self, client: Client) -> None:
+    def client(self) -> Client:
+        """Raises BrokerUnavailable."""
+        if not self._connection.connected:
+            raise BrokerUnavailable("NATS is disconnected")
+        return self._connection.client
+
+    def js(self) -> JetStreamContext:
+        """Raises BrokerUnavailable."""
+        return self.client().jetstream(timeout=API_TIMEOUT_S)
+
+    async def ensure(self) -> None:
         """Creates or checks stream and consumers; idempotent.
 
-        Raises StartupError if the queue exists with another configuration, or needs a cluster.
-        Errors of the client pass through.
+        Raises BrokerUnavailable, or StartupError if the queue exists with another configuration, or
+        needs a cluster.
         """
-        js = client.jetstream(timeout=API_TIMEOUT_S)
-        stream = await self._stream(js) or await self._create(js)
-        self._check(stream.config)
-        if (stream.config.num_replicas or 1) < self.config.replicas:
-            await self._replicate(js, stream.config)
-        for lane in Lane:
-            await js.add_consumer(self.stream, self._consumer_config(lane))
+        async with self._ensuring:
+            with unavailable("creating the queue"):
+                js = self.js()
+                stream = await self._stream(js) or await self._create(js)
+                self._check(stream.config)
+                if (stream.config.num_replicas or 1) < self.config.replicas:
+                    await self._replicate(js, stream.config)
+                for lane in Lane:
+                    await js.add_consumer(self.stream, self._consumer_config(lane))
 
-    async def depth(self, client: Client) -> QueueDepth | None:
-        """None if the broker does not have the stream. Errors pass through as from `ensure`."""
-        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
-        if stream is None:
-            return None
-        return QueueDepth(_number(stream.state.messages), _number(stream.state.bytes))
+    async def keep(self, on_there: Callable[[], None]) -> None:
+        """Creates what is missing again, each time. on_there: called when all of it is there."""
+        while True:
+            await self.missing.wait()
+            self.missing.clear()
+            try:
+                await self.ensure()
+            except (BrokerUnavailable, StartupError) as exc:
+                text = "queue %s is unavailable, retrying: %s"
+                self._log_limit.log(logger, text, self.stream, exc)
+                if self._connection.connected:  # otherwise the reconnect sets it
+                    self.missing.set()
+            else:
+                on_there()
+            await asyncio.sleep(_REPAIR_INTERVAL_S)
 
-    async def check(self, client: Client, *, clustered: bool) -> None:
-        """Raises StartupError if `ensure` would; changes nothing.
+    async def depth(self) -> QueueDepth:
+        """Raises BrokerUnavailable."""
+        with unavailable("depth"):
+            stream = await self._stream(self.js())
+            if stream is not None:
+                return QueueDepth(_number(stream.state.messages), _number(stream.state.bytes))
+        self.missing.set()
+        raise BrokerUnavailable("the broker has lost the queue")
 
-        clustered: whether the server is one of a cluster. Errors pass through as from `ensure`.
-        """
-        if self.config.replicas > 1 and not clustered:
-            raise StartupError(single_server_text(self.config.replicas))
-        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
-        if stream is not None:
-            self._check(stream.config)
-
-    def subject_of(self, lane: Lane) -> str:
-        return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
+    async def check(self) -> None:
+        """Raises StartupError if `ensure` would, or BrokerUnavailable; changes nothing."""
+        with unavailable("checking the queue"):
+            if self.config.replicas > 1 and not self._connection.clustered:
+                raise StartupError(single_server_text(self.config.replicas))
+            stream = await self._stream(self.js())
+            if stream is not None:
+                self._check(stream.config)
 
     async def _stream(self, js: JetStreamContext) -> StreamInfo | None:
         try:
@@ -157,7 +205,7 @@ class Topology:
         config = self.config
         return StreamConfig(
             name=self.stream,
-            subjects=[self.subject_of(lane) for lane in Lane],
+            subjects=list(self.subjects.values()),
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType(config.storage),
             num_replicas=config.replicas,
@@ -175,7 +223,7 @@ class Topology:
     def _consumer_config(self, lane: Lane) -> ConsumerConfig:
         return ConsumerConfig(
             durable_name=consumer_name(lane),
-            filter_subject=self.subject_of(lane),
+            filter_subject=self.subjects[lane],
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             # Jobs are delivered once, and count until they are acknowledged or deleted.
@@ -208,3 +256,12 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
         "order": "short-first",
         "short_length_tokens": str(config.short_length),
     }
+
+
+async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOptions) -> None:
+    """Raises StartupError when a queue with these options could not be opened. Changes nothing.
+
+    Problems that the broker does not report now appear when the queue is opened.
+    """
+    with contextlib.suppress(BrokerUnavailable):
+        await Topology(namespace, QueueConfig.of(options), messaging).check()
