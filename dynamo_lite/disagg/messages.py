@@ -86,13 +86,12 @@ class PrefillStep:
 
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
-    #: Metadata (msgpack) by engine id, in the first step that needs it. The ranks keep it until
-    #: `forget` names the engine. A step does not forget an engine that it introduces.
+    #: Metadata (msgpack) by engine id, in the step with a job's read and in that with its first
+    #: write.
     targets: dict[str, bytes] = field(default_factory=dict)
     #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
     #: which knows its own.
     own: bytes = b""
-    forget: list[str] = field(default_factory=list)
     #: Request id and completeness of requests that finished. A request that was stopped early is
     #: not complete.
     ended: list[tuple[str, bool]] = field(default_factory=list)

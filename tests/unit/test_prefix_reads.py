@@ -17,7 +17,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
     WritingAttempt,
 )
-from dynamo_lite.disagg.prefill import scheduler
+from dynamo_lite.disagg.prefill import remote_ranks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
@@ -122,15 +122,17 @@ def test_a_rank_that_stood_still_in_a_read_does_not_use_it(prefill, decode):
     assert of(prefill) == (set(), {"a1"})
 
 
-def test_a_read_is_over_when_it_has_ended(prefill, decode):
+def test_a_read_is_over_when_it_has_ended(prefill, decode, fabric, monkeypatch):
     prefill.mover.hold = True
     prefill.step(reads=[read([3], [8])], targets=targets(decode))
-    prefill.step(forget=["e1"])
+    monkeypatch.setattr(remote_ranks, "_MOST_ENGINES", 0)
+    prefill.step(targets=targets(Decode(fabric, "e2")))
     assert of(prefill) == (set(), set())
     assert prefill.mover.removed == [], "it is still read from"
     prefill.mover.let_go()
     assert of(prefill) == ({"a1"}, set())
-    assert of(prefill) == (set(), set()) and prefill.mover.removed == ["e1/0"]
+    prefill.step(targets=targets(Decode(fabric, "e3")))
+    assert of(prefill) == (set(), set()) and "e1/0" in prefill.mover.removed
 
 
 def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
@@ -144,7 +146,7 @@ def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
     prefill.mover.let_go()
     assert of(prefill) == (set(), {"a1"}) and prefill.mover.removed == ["e1/0"]
     prefill.mover.hold = False
-    prefill.step(blocks([4], [3], attempt="a3"))
+    prefill.step(blocks([4], [3], attempt="a3"), targets=targets(decode))
     assert decode.memory.blocks[2:4, 0].tolist() == [101, 104]
 
 
@@ -361,50 +363,38 @@ def told_of(half: Half, name: str, **more: Any) -> PrefillStep:
     return half.step(**{name: 8})
 
 
-def test_the_ranks_get_an_engine_once(half: Half):
+def test_the_ranks_get_an_engine_with_each_job(half: Half):
+    """In the step with its read and in that with its first write, also after a preemption: each
+    may find the engine disconnected."""
     assert told_of(half, "a1").targets == {"e1": b"e1's"}
-    assert told_of(half, "a2").targets == {}
-    assert told_of(half, "a3", engine_id="e2", target=b"e2's").targets == {"e2": b"e2's"}
-    assert told_of(half, "a4").targets == {}
+    assert told_of(half, "a2", engine_id="e2", target=b"e2's").targets == {"e2": b"e2's"}
+    job = half.job("a3")
+    half.admit(job)
+    assert half.step().targets == {"e1": b"e1's"}
+    half.half.worker_output(RankResults(received={"a3"}), None)
+    half.admit(job, cached=16)
+    assert half.step(a3=4).targets == {"e1": b"e1's"}
+    job.num_computed_tokens = 20
+    assert half.step(a3=4).targets == {}
+    half.half.build_step({}, ["a3"])
+    job.num_computed_tokens = 0
+    assert half.step(a3=20).targets == {"e1": b"e1's"}
 
 
-def test_the_ranks_keep_the_engines_that_were_used_last(half: Half, monkeypatch: Any):
-    monkeypatch.setattr(scheduler, "_MOST_ENGINES", 2)
-    for name, engine_id in (("a1", "e1"), ("a2", "e2"), ("a3", "e1")):
-        told_of(half, name, engine_id=engine_id, target=b"")
-        end(half, name)
-    step = told_of(half, "a4", engine_id="e3", target=b"")
-    assert step.forget == ["e2"] and list(step.targets) == ["e3"]
-    # Its ranks may write into e3 still.
-    assert told_of(half, "a5", engine_id="e4", target=b"").forget == ["e1"]
-    assert told_of(half, "a6", engine_id="e5", target=b"").forget == []
-    assert list(told_of(half, "a7").targets) == ["e1"]
-
-
-def test_an_engine_that_loses_its_place_and_is_needed_in_one_step_is_not_forgotten(
-    half: Half, monkeypatch: Any
-):
-    monkeypatch.setattr(scheduler, "_MOST_ENGINES", 1)
-    told_of(half, "a1", engine_id="e1", target=b"")
-    end(half, "a1")
-    reads = half.job("a2")
-    change(reads, engine_id="e2", target=b"")
-    assert half.admit(reads) > 0
-    step = told_of(half, "a3", engine_id="e1", target=b"")
-    assert step.forget == [] and set(step.targets) == {"e1", "e2"}
-
-
-def end(half: Half, name: str) -> None:
-    """The job is over, and its writes too."""
-    half.half.request_finished(SimpleNamespace(request_id=name))  # type: ignore[arg-type]
-    half.half.worker_output(RankResults(sent={name}), None)
+def test_a_job_that_has_written_nothing_ends_at_once(half: Half):
+    job = half.job()
+    half.admit(job)
+    half.step()
+    half.half.worker_output(RankResults(received={"a1"}), None)
+    assert half.half.request_finished(job) is False
+    assert half.told() == [["a1", "abandoned", ""]] and half.step().ended == []
 
 
 def test_siblings_get_each_other_with_the_engine_that_they_meet(half: Half):
     rank = RankMetadata(agent=b"", memory="DRAM", device=0, regions=())
     half.half.metadata = own = engine_metadata("p1", ranks=(rank, rank))
     assert told_of(half, "a1").own == encode(own)
-    assert told_of(half, "a2").own == b""
+    assert half.step().own == b""
 
 
 def test_links_that_broke_are_reported_to_the_component(half: Half):

@@ -19,6 +19,7 @@ from dynamo_lite.disagg.messages import (
     PrefillStep,
     WorkerReport,
 )
+from dynamo_lite.disagg.prefill import remote_ranks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
@@ -268,8 +269,8 @@ def test_a_failed_attempt_ends_only_when_its_other_writes_have(monkeypatch, fabr
 
 
 def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode):
-    """What waits for the same peer must neither be written nor end the engine's step. Its metadata
-    is not sent again."""
+    """What waits for the same peer must neither be written nor end the engine's step. The next job
+    brings its metadata."""
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), blocks([2], [2], attempt="a2"), targets=targets(decode))
     prefill.step(blocks([3], [3], attempt="a2", last=True))
@@ -280,7 +281,8 @@ def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode
     assert (sent, sorted(failures)) == ({"a1", "a2"}, ["a1", "a2"])
     assert prefill.broken == {"e1": failures["a1"]}, "the other's failure follows from it"
     prefill.mover.hold = False
-    prefill.step(blocks([4], [4], attempt="a3", last=True), ended=[("a3", True)])
+    last = blocks([4], [4], attempt="a3", last=True)
+    prefill.step(last, targets=targets(decode), ended=[("a3", True)])
     assert prefill.ended() == ({"a3"}, {})
     assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
 
@@ -304,8 +306,8 @@ def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fa
     assert prefill.mover.transfers == []
     sent, failures = prefill.ended()
     assert sent == {"a1"}
-    assert failures["a1"].startswith("peer not usable")
     assert list(prefill.broken) == ["e1"]
+    assert failures["a1"] == f"KV transfer with engine e1: not usable: {prefill.broken['e1']}"
     good = Decode(fabric, "e1")
     prefill.step(
         blocks([1], [1], attempt="a2", last=True),
@@ -480,14 +482,32 @@ def test_a_write_that_outlasts_preemption_ends_the_engine(fabric, decode):
         prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
 
 
-def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, decode):
+def test_the_peers_that_were_used_last_stay_connected(prefill, fabric, monkeypatch):
+    """Of the others those are forgotten to which nothing is written."""
+    monkeypatch.setattr(remote_ranks, "_MOST_ENGINES", 2)
+
+    def meets(engine: str) -> list[str]:
+        """Writes an attempt to it; the peers that are forgotten for it."""
+        prefill.mover.removed.clear()
+        met = targets(Decode(fabric, engine))
+        prefill.step(
+            blocks([1], [1], attempt=f"to-{engine}", last=True, engine=engine), targets=met
+        )
+        if not prefill.mover.hold:
+            prefill.step(ended=[(f"to-{engine}", True)])
+        prefill.ended()
+        return prefill.mover.removed
+
+    assert [meets(engine) for engine in ("e1", "e2", "e1")] == [[], [], []]
     prefill.mover.hold = True
-    prefill.step(blocks([1], [1], last=True), targets=targets(decode))
-    prefill.rank.step(PrefillStep(forget=["e1", "never-met"]), lambda: True)
+    assert meets("e3") == ["e2/0"]
+    assert meets("e4") == ["e1/0"]
+    assert meets("e5") == [], "the others are written to"
     prefill.mover.let_go()
-    prefill.step(ended=[("a1", True)])
-    assert prefill.ended() == ({"a1"}, {})
-    assert prefill.mover.removed == ["e1/0"]
+    prefill.mover.hold = False
+    prefill.step(ended=[(f"to-{engine}", True) for engine in ("e3", "e4", "e5")])
+    assert prefill.ended() == ({"to-e3", "to-e4", "to-e5"}, {})
+    assert sorted(meets("e5")) == ["e3/0"]
 
 
 # Receiving

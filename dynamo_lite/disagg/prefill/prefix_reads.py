@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from dynamo_lite.disagg.counters import PREFIX_BYTES, PREFIX_READ, Counters
 from dynamo_lite.disagg.messages import NOT_HELD, PrefixRead, RankResults
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
-from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.claim_cells import Until
 from dynamo_lite.transfer.base import Mover, Transfer
+from dynamo_lite.transfer.block_map import maps_of
+from dynamo_lite.transfer.sharding import join
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +43,19 @@ class PrefixReads:
     ):
         self._mover, self._own, self._peers = mover, own, peers
         self._until, self._boottime, self._stats = until, boottime, stats
-        self._open: list[_Reading] = []
-
-    def __bool__(self) -> bool:
-        """Whether any read has not ended."""
-        return bool(self._open)
+        #: Those that have not ended. While there are none, there is nothing to poll and to take.
+        self.open: list[_Reading] = []
 
     @property
     def in_flight(self) -> set[str]:
         """The engines with reads in flight."""
-        return {reading.read.of.target_engine for reading in self._open if reading.in_flight}
+        return {reading.read.of.target_engine for reading in self.open if reading.in_flight}
 
     def start(self, read: PrefixRead) -> None:
         reading = _Reading(read)
-        self._open.append(reading)
+        self.open.append(reading)
         try:
-            for source in self._peers.sources(read.of.target_engine):
+            for source in self._sources(read.of.target_engine):
                 if not self._holds(read):
                     reading.failure = NOT_HELD
                     return
@@ -65,7 +64,7 @@ class PrefixReads:
             self._fail(reading, exc)
 
     def poll(self) -> None:
-        for reading in self._open:
+        for reading in self.open:
             still: list[Transfer] = []
             for transfer in reading.in_flight:
                 try:
@@ -82,13 +81,40 @@ class PrefixReads:
         is removed: they stay reserved until then.
         """
         results = RankResults()
-        for reading in list(self._open):
+        for reading in list(self.open):
             removed = reading.read.of.target_engine not in self._peers.ending
             if not reading.in_flight and (removed or reading.failure is None):
-                self._open.remove(reading)
+                self.open.remove(reading)
                 read = self._ended(reading)
                 (results.received if read else results.lost).add(reading.read.of.attempt)
         return results
+
+    def _sources(self, engine_id: str) -> list[RemoteRank]:
+        """The ranks to read from; together they hold all of this rank's share.
+
+        Raises TransferError, IncompatiblePeer.
+        """
+        engine = self._peers.of(engine_id)
+        if engine.sources is not None:
+            return engine.sources
+        lanes = join(engine_id, engine.remote, engine.own)
+        if any(lane.staged for mine in lanes.values() for lane in mine):
+            raise IncompatiblePeer(
+                engine_id, "blocks of another size or order can be written, but not read"
+            )
+        engine.sources = [
+            RemoteRank(
+                self._peers.load(engine_id, index, rank),
+                rank.memory,
+                maps_of(
+                    [(lane.local, lane.remote) for lane in mine],
+                    (rank.device, self._own.device),
+                ),
+            )
+            for index, rank in enumerate(engine.remote)
+            if (mine := lanes.get((index, self._peers.rank))) is not None
+        ]
+        return engine.sources
 
     def _holds(self, read: PrefixRead) -> bool:
         return self._boottime() < self._until(read.of.cell)

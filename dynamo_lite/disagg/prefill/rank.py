@@ -116,14 +116,15 @@ class PrefillRank:
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and ended requests, and starts what can start."""
         self._check_limit()
-        self._peers.update(step)
+        if step.targets:
+            writing = {attempt.of.target_engine for attempt in self._attempts.values()}
+            self._peers.meet(step, writing | self._reads.in_flight)
         for read in step.reads:
-            self._peers.ensure_connected(read.of.target_engine)
             self._reads.start(read)
         for write in step.writes:
             self._add(write, ready)
         for name, complete in step.ended:
-            attempt = self._attempts.setdefault(name, OutgoingAttempt(WritingAttempt(name, "")))
+            attempt = self._attempts[name]
             attempt.ended = True
             if not complete:
                 self._clear(attempt)
@@ -132,7 +133,7 @@ class PrefillRank:
     def results(self) -> RankResults:
         """Returns attempts whose writes have all ended, and those whose reads have, each once."""
         self._pump()
-        if self._attempts or self._reads:
+        if self._attempts or self._reads.open:
             self._mover.notices()
         ended = [
             name
@@ -145,8 +146,9 @@ class PrefillRank:
         if self._peers.ending:
             writing = {each.of.target_engine for each in self._attempts.values() if each.in_flight}
             self._peers.remove_ended(writing | self._reads.in_flight)
-        read = self._reads.take()
-        return RankResults(sent=set(ended), received=read.received, lost=read.lost)
+        results = self._reads.take() if self._reads.open else RankResults()
+        results.sent = set(ended)
+        return results
 
     def report(self) -> WorkerReport | None:
         """Returns failures of the attempts in the last `results`, and links that broke."""
@@ -165,8 +167,9 @@ class PrefillRank:
     def _pump(self) -> None:
         """Starts what can start, and sees what has ended."""
         self._check_limit()
-        self._reads.poll()
-        self._check_limit()
+        if self._reads.open:
+            self._reads.poll()
+            self._check_limit()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
@@ -192,11 +195,14 @@ class PrefillRank:
 
     def _add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started as soon as it may start."""
-        of = write.of
-        attempt = self._attempts.setdefault(of.attempt, OutgoingAttempt(of))
-        if attempt.failure is None:
-            attempt.failure = self._peers.ensure_connected(of.target_engine)
-        layout = self._peers.layout(of.target_engine)
+        attempt = self._attempts.setdefault(write.of.attempt, OutgoingAttempt(write.of))
+        if attempt.failure is not None:
+            return
+        try:
+            layout = self._peers.of(write.of.target_engine).layout
+        except TransferError as exc:
+            self._fail(attempt, exc)
+            return
         parts = [write] if layout is None else split(write, layout)
         attempt.queue += [(part, ready) for part in parts]
 
@@ -227,19 +233,15 @@ class PrefillRank:
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
-        if attempt.failure is None and not self._holds(attempt):
-            self._clear(attempt)
-            return True
         alone = write.last or attempt.again
-        if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
+        if not self._holds(attempt) or not ready() or (alone and attempt.in_flight):
             return False
         try:
-            if attempt.failure is None and not self._staged(attempt, write):
+            if not self._staged(attempt, write):
                 return False
             attempt.queue.popleft()
             attempt.again = False
-            if attempt.failure is None:
-                self._start(attempt, write)
+            self._start(attempt, write)
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, exc)
         self._release_slot(attempt)
@@ -252,12 +254,13 @@ class PrefillRank:
             attempt.until = max(attempt.until, until)
             return True
         attempt.failure = NOT_HELD
+        self._clear(attempt)
         self.stats.add(STOPPED)
         return False
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes can be read. If they need staging, starts that first."""
-        layout = self._peers.layout(write.of.target_engine)
+        layout = self._peers.of(write.of.target_engine).layout
         if layout is None:
             return True
         if attempt.slot is None:
@@ -269,7 +272,7 @@ class PrefillRank:
         if write.last and self._rank == 0:
             self.stats.add_stage("compute", started - write.of.scheduled)
         self._limit.until = min(self._limit.until, attempt.until + self._move_s)
-        peers = self._peers.of(write.of.target_engine)
+        peers = self._peers.of(write.of.target_engine).ranks
         for peer in peers:
             if not self._holds(attempt):
                 break
@@ -293,8 +296,9 @@ class PrefillRank:
         self._release_slot(attempt)
 
     def _release_slot(self, attempt: OutgoingAttempt) -> None:
-        self._staging.release(attempt.slot)
-        attempt.slot = None
+        if attempt.slot is not None:
+            self._staging.release(attempt.slot)
+            attempt.slot = None
 
     def _write(
         self, write: BlockWrite, peer: RemoteRank, slot: StagingSlot | None
@@ -336,7 +340,8 @@ class PrefillRank:
                 self._ended(flight, self._now())
             except TransferError as exc:
                 self._fail(attempt, exc)
-            self._staging.release(flight.slot)
+            if flight.slot is not None:
+                self._staging.release(flight.slot)
         attempt.in_flight = still
 
     def _ended(self, flight: _InFlightWrite, at: float) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo_lite.disagg.messages import PrefillStep
 from dynamo_lite.disagg.prefill.staging import Staging
-from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
+from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
@@ -17,6 +17,9 @@ from dynamo_lite.transfer.sharding import join, parts_of, writers
 from dynamo_lite.transfer.transpose import Layout
 
 logger = logging.getLogger(__name__)
+
+#: How many decode engines stay connected: those used last, and all that are in use.
+_MOST_ENGINES = 64
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class RemoteRank:
 
 
 @dataclass
-class _Peer:
-    """A connected engine. own, remote: this engine's and its ranks."""
+class ConnectedEngine:
+    """A decode engine. own, remote: this engine's ranks, and its own."""
 
     own: Sequence[RankMetadata]
     remote: Sequence[RankMetadata]
-    #: The ranks to write to.
+    #: The ranks to write to; none if other ranks write everything.
     ranks: list[RemoteRank]
     #: Of staged blocks; None if it needs no staging.
     layout: Layout | None
@@ -54,88 +57,51 @@ class RemoteRanks:
     blocks."""
 
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
-        self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
+        self._mover, self._own, self.rank, self._staging = mover, own, rank, staging
         #: Engines that failed or are forgotten, until their agents are removed.
         self.ending: set[str] = set()
-        #: Why a transfer with an engine failed. The caller reports and clears it.
+        #: Why an engine could not be connected, or a transfer with it failed. The caller reports
+        #: and clears it.
         self.broken: dict[str, str] = {}
-        #: Metadata in msgpack, by engine.
-        self._metadata: dict[str, bytes] = {}
-        #: Metadata of this rank's own engine in msgpack; empty if it is the only rank.
-        self._own_engine = b""
-        self._connected: dict[str, _Peer] = {}
+        #: In the order of their use.
+        self._connected: dict[str, ConnectedEngine] = {}
         #: Names at the mover, by engine.
         self._names: dict[str, list[str]] = {}
 
-    def of(self, engine_id: str) -> list[RemoteRank]:
-        """The ranks to write to; none if other ranks write everything. Raises TransferError."""
-        return self._peer(engine_id).ranks
+    def of(self, engine_id: str) -> ConnectedEngine:
+        """Raises TransferError if it is not connected."""
+        found = self._connected.get(engine_id)
+        if found is None:
+            why = self.broken.get(engine_id, "another transfer with it has failed")
+            raise TransferError(engine_id, f"not usable: {why}")
+        return found
 
-    def layout(self, engine_id: str) -> Layout | None:
-        """The layout of staged blocks for this engine; None if it needs no staging."""
-        peer = self._connected.get(engine_id)
-        return None if peer is None else peer.layout
-
-    def sources(self, engine_id: str) -> list[RemoteRank]:
-        """The ranks to read from; together they hold all of this rank's share.
-
-        Raises TransferError, IncompatiblePeer.
-        """
-        peer = self._peer(engine_id)
-        if peer.sources is not None:
-            return peer.sources
-        lanes = join(engine_id, peer.remote, peer.own)
-        if any(lane.staged for mine in lanes.values() for lane in mine):
-            raise IncompatiblePeer(
-                engine_id, "blocks of another size or order can be written, but not read"
-            )
-        peer.sources = [
-            RemoteRank(
-                self._add(engine_id, index, rank),
-                rank.memory,
-                maps_of(
-                    [(lane.local, lane.remote) for lane in mine],
-                    (rank.device, self._own.device),
-                ),
-            )
-            for index, rank in enumerate(peer.remote)
-            if (mine := lanes.get((index, self._rank))) is not None
-        ]
-        return peer.sources
-
-    def update(self, step: PrefillStep) -> None:
-        """Stores the step's metadata of engines, and drops engines that it forgets."""
-        for engine_id in step.forget:
-            self._connected.pop(engine_id, None)
-            self._metadata.pop(engine_id, None)
+    def meet(self, step: PrefillStep, in_use: Set[str]) -> None:
+        """Connects the engines of the step's new jobs, and drops those that were used longest ago.
+        in_use: engines that must stay."""
+        for engine_id in step.targets.keys() - self.ending:
+            try:
+                found = self._connected.pop(engine_id, None) or self._connect(engine_id, step)
+            except (msgspec.DecodeError, TransferError) as exc:
+                logger.warning("could not connect to engine %s: %s", engine_id, exc)
+                self.broken[engine_id] = str(exc)
+                self.ending.add(engine_id)
+            else:
+                self._connected[engine_id] = found
+        unused = [each for each in self._connected if each not in in_use | step.targets.keys()]
+        for engine_id in unused[: max(len(self._connected) - _MOST_ENGINES, 0)]:
+            del self._connected[engine_id]
             self.ending.add(engine_id)
-        # After that: a step may forget an engine and need it again.
-        self._metadata |= step.targets
-        self._own_engine = step.own or self._own_engine
 
-    def ensure_connected(self, engine_id: str) -> str | None:
-        """Connects an engine unless it is connected. Returns why that failed."""
-        if engine_id in self._connected:
-            return None
-        if engine_id in self.ending:
-            return "peer not usable: a transfer with it has failed, and others are in flight"
-        try:
-            self._connected[engine_id] = self._connect(engine_id)
-        except (msgspec.DecodeError, TransferError) as exc:
-            logger.warning("could not connect to engine %s: %s", engine_id, exc)
-            self.broken[engine_id] = str(exc)
-            return f"peer not usable: {exc}"
-        return None
-
-    def _connect(self, engine_id: str) -> _Peer:
+    def _connect(self, engine_id: str, step: PrefillStep) -> ConnectedEngine:
         """Maps this rank's share to the engine's ranks, and loads their agents.
 
         Raises TransferError, IncompatiblePeer, msgspec.DecodeError.
         """
-        remote = _ranks_of(self._metadata[engine_id])
-        own = _ranks_of(self._own_engine) if self._own_engine else (self._own,)
+        remote = _ranks_of(step.targets[engine_id])
+        own = _ranks_of(step.own) if step.own else (self._own,)
         lanes = join(engine_id, own, remote)
-        mine = {index: lanes[self._rank, index] for rank, index in lanes if rank == self._rank}
+        mine = {index: lanes[self.rank, index] for rank, index in lanes if rank == self.rank}
         every = [lane for found in mine.values() for lane in found]
         layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
         ranks: list[RemoteRank] = []
@@ -149,16 +115,17 @@ class RemoteRanks:
             pairs = [(at, lane.remote) for at, lane in zip(here, found, strict=True)]
             ranks.append(
                 RemoteRank(
-                    name=self._add(engine_id, index, rank),
+                    name=self.load(engine_id, index, rank),
                     memory=rank.memory,
                     blocks=maps_of(pairs, (self._own.device, rank.device)),
                     parts=parts_of(found),
                     writers=writers(lanes, index),
                 )
             )
-        return _Peer(own, remote, ranks, layout)
+        return ConnectedEngine(own, remote, ranks, layout)
 
-    def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
+    def load(self, engine_id: str, index: int, rank: RankMetadata) -> str:
+        """Loads the agent of one rank; returns its name at the mover. Raises TransferError."""
         name = f"{engine_id}/{index}"
         self._mover.add_peer(name, rank.agent)
         names = self._names.setdefault(engine_id, [])
@@ -180,12 +147,6 @@ class RemoteRanks:
             for name in self._names.pop(engine_id, ()):
                 self._mover.remove_peer(name)
         self.ending &= in_flight
-
-    def _peer(self, engine_id: str) -> _Peer:
-        found = self._connected.get(engine_id)
-        if found is None:
-            raise TransferError(engine_id, "another transfer with it has failed")
-        return found
 
 
 def _ranks_of(metadata: bytes) -> Sequence[RankMetadata]:

@@ -34,9 +34,6 @@ from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
-#: Of how many decode engines the ranks keep the metadata and the connections: those used last.
-_MOST_ENGINES = 64
-
 #: Returns the blocks of a request, by request id. The second argument: tokens of its prompt.
 BlocksOf = Callable[[str, int], BlockTables]
 
@@ -62,8 +59,8 @@ class _Job:
     state: _State = _State.ARRIVED
     #: Number of the first block that no write covers yet.
     written: int = 0
-    #: Whether the ranks know the decode engine.
-    announced: bool = False
+    #: Whether the ranks have a write of it.
+    begun: bool = False
     #: Whether the last write is scheduled.
     complete: bool = False
     #: Why not all was written; the first reason that a rank has reported.
@@ -154,9 +151,6 @@ class PrefillScheduler:
         self._clients, self._now = clients, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
-        #: Decode engines whose metadata the ranks have, in the order of their use. It has an entry
-        #: for every layer of every rank, by far the largest part of a step, so it is sent once.
-        self._introduced: dict[str, None] = {}
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: By request id, until nothing of the job is in flight in the ranks.
@@ -211,7 +205,7 @@ class PrefillScheduler:
             if job.of.trace is not None:
                 note_child(self.stats, "wait", job.of.trace, queued_at, now)
         if external:
-            self._announce(self._step, job)
+            self._introduce(self._step, job)
             self._step.reads.append(job.read(block_ids, external))
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
@@ -227,7 +221,9 @@ class PrefillScheduler:
                 self.stats.add(COMPUTED, tokens)
                 done = job.request.num_computed_tokens + tokens
                 if (write := job.write(done, self._blocks_of)) is not None:
-                    self._announce(step, job)
+                    if write.first == 0:
+                        self._introduce(step, job)
+                    job.begun = True
                     step.writes.append(write)
         return step
 
@@ -240,7 +236,7 @@ class PrefillScheduler:
             # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
             job.state = _State.STOPPED
             return False
-        if not job.announced:
+        if not job.begun:
             self._end(request_id, "abandoned")
             return False
         job.state = _State.ENDING
@@ -293,26 +289,11 @@ class PrefillScheduler:
             job = self._jobs[of.attempt] = _Job(params, request, self._block_size, of)
         return job
 
-    def _announce(self, step: PrefillStep, job: _Job) -> None:
-        """Before the ranks' first read or write of the job: sends them its engine if needed."""
-        if job.announced:
-            return
-        job.announced, engine_id = True, job.params.engine_id
-        known = engine_id in self._introduced
-        self._introduced.pop(engine_id, None)
-        self._introduced[engine_id] = None
-        if known:
-            return
-        if engine_id in step.forget:  # it has lost its place to another one in this step
-            step.forget.remove(engine_id)
-        step.targets[engine_id] = job.params.target
+    def _introduce(self, step: PrefillStep, job: _Job) -> None:
+        """Sends the ranks the job's engine, which they connect unless it is connected."""
+        step.targets[job.params.engine_id] = job.params.target
         if self.metadata is not None and len(self.metadata.ranks) > 1:
             step.own = encode(self.metadata)
-        if len(self._introduced) > _MOST_ENGINES:
-            in_use = {each.params.engine_id for each in self._jobs.values()}
-            if (oldest := next((e for e in self._introduced if e not in in_use), None)) is not None:
-                del self._introduced[oldest]
-                step.forget.append(oldest)
 
     def _end(self, request_id: str, outcome: str, detail: str = "") -> None:
         del self._jobs[request_id]

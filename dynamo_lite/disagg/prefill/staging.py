@@ -120,12 +120,11 @@ class Staging:
             self._free.append(address)
             raise TransferError(write.of.target_engine, f"could not stage blocks: {exc}") from exc
 
-    def release(self, slot: StagingSlot | None) -> None:
+    def release(self, slot: StagingSlot) -> None:
         """Drops one reference; the slot is free after the last one."""
-        if slot is not None:
-            slot.users -= 1
-            if not slot.users:
-                self._free.append(slot.address)
+        slot.users -= 1
+        if not slot.users:
+            self._free.append(slot.address)
 
 
 def split(write: BlockWrite, layout: Layout) -> list[BlockWrite]:
