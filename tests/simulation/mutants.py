@@ -25,7 +25,7 @@ from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import BlockTables, Prompt
-from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
+from dynamo_lite.disagg.prefill.peer_links import PeerLink
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
@@ -201,27 +201,21 @@ def _silently_dropped(worker: PrefillWorker, host: Host) -> None:
     _use(worker, messaging=_SilentlyDropped(host.messaging))
 
 
-class _ByAddress:
-    """A worker's links, with the first layout that was seen at each address."""
+def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
+    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
+    met: dict[bytes, tuple[KvRegion, ...]] = {}
 
-    def __init__(self, links: PeerLinks):
-        self._links = links
-        self._met: dict[bytes, tuple[KvRegion, ...]] = {}
-
-    async def of(self, engine_id: str) -> PeerLink | None:
-        link = await self._links.of(engine_id)
+    async def first_at_address(engine_id: str) -> PeerLink | None:
+        links = worker._links
+        link = links.known.get(engine_id) or await links.look_up(engine_id)
         if link is not None:
             (rank,) = link.target.ranks
-            address = rank.agent.partition(b"/")[0]
-            regions = self._met.setdefault(address, rank.regions)
+            regions = met.setdefault(rank.agent.partition(b"/")[0], rank.regions)
             rank = msgspec.structs.replace(rank, regions=regions)
             link.target = msgspec.structs.replace(link.target, ranks=(rank,))
         return link
 
-
-def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
-    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
-    _use(worker, links=_ByAddress(worker._links))
+    _use(worker, links={}, look_up=first_at_address)
 
 
 def _hold_too_many(worker: PrefillWorker, host: Host) -> None:

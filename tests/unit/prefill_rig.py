@@ -141,7 +141,8 @@ class Rig:
             engine=self.engine,  # type: ignore[arg-type]
             cells=self.cells,
             messaging=self.messaging,
-            links=self.links,  # type: ignore[arg-type]
+            links={},
+            look_up=self.links.look_up,
             tracer=tracer,
             new_claim=lambda: next(ids),
             clock=Clock(monotonic=loop_time, boottime=self.boottime),
@@ -244,7 +245,7 @@ class ScriptedLinks:
         self.link.mark, self.link.reads, self.link.failures = why_not, True, 1
         self.store = MemoryStore()
 
-    async def of(self, engine_id: str) -> PeerLink | None:
+    async def look_up(self, engine_id: str) -> PeerLink | None:
         raw = await self.store.get(names.nixl_metadata_key(NAMESPACE, engine_id))
         if raw is None:
             return None

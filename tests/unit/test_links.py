@@ -58,7 +58,7 @@ class Rig:
         """Follows the engines, and waits until those that `add` has added are known."""
         links = links or self.links
         self.host.spawn(links.run(), "links")
-        await eventually(lambda: self.added <= links._links.keys())
+        await eventually(lambda: self.added <= links.known.keys())
         return links
 
     async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:
@@ -69,7 +69,7 @@ class Rig:
         return target
 
     def mark(self, engine_id: str, links: PeerLinks | None = None) -> str:
-        return (links or self.links)._links[engine_id].mark
+        return (links or self.links).known[engine_id].mark
 
     async def leave(self, engine_id: str) -> None:
         await self.store.delete(names.nixl_metadata_key("t", engine_id))
@@ -154,7 +154,7 @@ async def test_another_failure_marks_it_for_longer_and_success_ends_the_series(
         return caplog.messages[-1]
 
     said = [await fails() for _ in range(4)]
-    links._links["d1"].failures = 0
+    links.known["d1"].failures = 0
     said.append(await fails())
     assert said == [
         f"link to engine d1: used again in {s} s: {RESET}" for s in (0.01, 0.02, 0.04, 0.04, 0.01)
@@ -188,12 +188,12 @@ async def test_engines_that_do_not_fit_are_known_before_any_job_and_never_used(r
 async def test_a_malformed_record_raises(rig: Rig, raw: bytes):
     await rig.store.put(names.nixl_metadata_key("t", "d1"), raw)
     with pytest.raises(ProtocolError):
-        await rig.links.of("d1")
+        await rig.links.look_up("d1")
     await rig.run()
     with pytest.raises(ProtocolError):
-        await rig.links.of("d1")
+        await rig.links.look_up("d1")
     await rig.add("d1")
-    await eventually(lambda: "d1" in rig.links._links)
+    await eventually(lambda: "d1" in rig.links.known)
 
 
 async def test_the_mark_of_an_engine_that_comes_back_stays(
@@ -215,7 +215,7 @@ async def test_the_mark_of_an_engine_that_comes_back_stays(
     rig.engine.unfit = {"d1"}
     await rig.leave("d1")
     await rig.add("d1", 7)
-    await eventually(lambda: rig.links._links and rig.mark("d1") == UNFIT)
+    await eventually(lambda: rig.links.known and rig.mark("d1") == UNFIT)
     await eventually(lambda: [t.get_name() for t in asyncio.all_tasks()].count("link d1") == 1)
     assert (await rig.marks())["d1"].detail == UNFIT
 
@@ -251,11 +251,11 @@ async def test_a_store_that_is_back_tells_who_left(rig: Rig):
     rig.store._remove(names.nixl_metadata_key("t", "d2"))
     rig.store.set_available(True)
     await rig.marked("d1")
-    assert rig.mark("d1") == RESET and "d2" not in rig.links._links
+    assert rig.mark("d1") == RESET and "d2" not in rig.links.known
     rig.store.wipe()
-    await eventually(lambda: not rig.links._links)
+    await eventually(lambda: not rig.links.known)
     await rig.add("d1")  # by its engine, which has lost its key
-    await eventually(lambda: "d1" in rig.links._links)
+    await eventually(lambda: "d1" in rig.links.known)
     assert rig.mark("d1") == ""
 
 

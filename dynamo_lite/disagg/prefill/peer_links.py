@@ -58,7 +58,7 @@ class PeerLinks:
         self._backoff, self._prefix = backoff, names.nixl_metadata_prefix(host.spec.namespace)
         #: By decode engine, as long as the store has its record. An engine's id is that of one
         #: incarnation, so a worker that restarted at the same address is another one.
-        self._links: dict[str, PeerLink] = {}
+        self.known: dict[str, PeerLink] = {}
         #: The misfit that was reported last.
         self._reported = ""
 
@@ -72,51 +72,49 @@ class PeerLinks:
     @property
     def hopeless(self) -> bool:
         """Whether there are decode engines, but no usable link to any."""
-        return bool(self._links) and all(link.mark for link in self._links.values())
+        return bool(self.known) and all(link.mark for link in self.known.values())
 
     @property
     def misfit(self) -> str:
         """Why it fits none of the decode engines; empty if it fits one, or there is none."""
-        if any(link.fits for link in self._links.values()):
+        if any(link.fits for link in self.known.values()):
             return ""
-        return next((link.mark for link in self._links.values()), "")
+        return next((link.mark for link in self.known.values()), "")
 
-    async def of(self, engine_id: str) -> PeerLink | None:
-        """The link to this engine; None if the store has no record of it.
+    async def look_up(self, engine_id: str) -> PeerLink | None:
+        """The link to an engine that is not in `known`: its first job may come before the event of
+        its record. None if the store has no record of it.
 
         Raises StoreUnavailable, ProtocolError.
         """
-        if (link := self._links.get(engine_id)) is not None:
-            return link
-        # Its first job may come before the event of its record.
         raw = await self._host.store.get(f"{self._prefix}{engine_id}")
         return None if raw is None else self._made(engine_id, raw)
 
     def broke(self, engine_id: str, why: str) -> None:
         """A transfer with this engine has failed, or the first contact with it."""
-        link = self._links.get(engine_id)
+        link = self.known.get(engine_id)
         if link is not None and not link.mark:  # several transfers may fail together
             link.failures, pause_s = self._backoff.after_exit(link.failures)
             self._mark(link, why, pause_s)
 
     def _apply(self, event: WatchEvent) -> None:
-        known = [f"{self._prefix}{engine_id}" for engine_id in self._links]
+        known = [f"{self._prefix}{engine_id}" for engine_id in self.known]
         for key, value in changes(event, known).items():
             engine_id = key.removeprefix(self._prefix)
             if value is not None:
                 self._add(engine_id, value)
-            elif (link := self._links.pop(engine_id, None)) is not None:
+            elif (link := self.known.pop(engine_id, None)) is not None:
                 link.gone.set()  # if the store has lost the record, its engine puts it again
 
     def _add(self, engine_id: str, value: bytes) -> None:
-        if engine_id in self._links:
+        if engine_id in self.known:
             return
         try:
             link = self._made(engine_id, value)
         except ProtocolError as exc:
             logger.warning("engine %s: %s", engine_id, exc)
             return
-        self._links[engine_id] = link
+        self.known[engine_id] = link
         if not link.fits:
             self._mark(link, link.mark, None)
 
@@ -143,7 +141,7 @@ class PeerLinks:
             self._reported = why
             if why:
                 self._host.progress(f"unfit for every decode worker, so it gets no jobs: {why}")
-            elif self._links:
+            elif self.known:
                 self._host.progress("fits a decode worker")
 
     def _mark(self, link: PeerLink, why: str, for_s: float | None) -> None:
@@ -172,6 +170,6 @@ class PeerLinks:
             return  # the process is shutting down
         link.mark = ""
         # A worker that came back meanwhile has a new link to the same engine.
-        now = self._links.get(target.engine_id)
+        now = self.known.get(target.engine_id)
         if now is None or not now.mark:
             await host.keys.release(key)
