@@ -5,6 +5,7 @@ layers and blocks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,29 @@ _ONE = np.ones(1, dtype=np.uint64)
 
 #: One side of a pair: base address, stride in bytes.
 _Side = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ShardMapping:
+    """A lane: blocks of `local` are written to blocks of `remote`, of the same size."""
+
+    #: If `staged`, the prefill rank's whole region.
+    local: KvRegion
+    remote: KvRegion
+    #: Index of the decode rank's region that `remote` is cut from.
+    index: int
+    #: First byte of `remote` in a block of that region.
+    offset: int
+    #: The model's KV heads that the lane carries.
+    heads: range
+    #: Whether blocks differ: the bytes of `remote` are assembled in staging memory before they
+    #: are written (see `transpose.py`).
+    staged: bool = False
+
+
+#: (prefill rank, decode rank) -> their lanes, in the order of the decode rank's regions.
+#: Pairs without lanes are absent.
+Lanes = dict[tuple[int, int], list[ShardMapping]]
 
 
 class BlockMap:
@@ -75,16 +99,13 @@ class BlockMap:
         return local.reshape(-1, 3), remote.reshape(-1, 3)
 
 
-def maps_of(
-    pairs: Sequence[tuple[KvRegion, KvRegion]], devices: tuple[int, int]
-) -> dict[int, BlockMap]:
+def maps_of(lanes: Sequence[ShardMapping], devices: tuple[int, int]) -> dict[int, BlockMap]:
     """A map for each KV group. Layers of different groups share memory: a block belongs to one
-    group at a time. The arguments are those of `BlockMap`."""
-    groups = sorted({remote.group for _, remote in pairs})
-    return {
-        group: BlockMap([pair for pair in pairs if pair[1].group == group], devices)
-        for group in groups
-    }
+    group at a time. devices: see `BlockMap`."""
+    pairs: dict[int, list[tuple[KvRegion, KvRegion]]] = {}
+    for lane in lanes:
+        pairs.setdefault(lane.remote.group, []).append((lane.local, lane.remote))
+    return {group: BlockMap(pairs[group], devices) for group in sorted(pairs)}
 
 
 def descriptors(

@@ -10,38 +10,15 @@ Writers name their parts of the blocks in their commits; the decode rank checks 
 cover its blocks.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
-
-
-@dataclass(frozen=True)
-class ShardMapping:
-    """A lane: blocks of `local` are written to blocks of `remote`, of the same size."""
-
-    #: If `staged`, the prefill rank's whole region.
-    local: KvRegion
-    remote: KvRegion
-    #: Index of the decode rank's region that `remote` is cut from.
-    index: int
-    #: First byte of `remote` in a block of that region.
-    offset: int
-    #: The model's KV heads that the lane carries.
-    heads: range
-    #: Whether blocks differ: the bytes of `remote` are assembled in staging memory before they
-    #: are written (see `transpose.py`).
-    staged: bool = False
-
-
-#: (prefill rank, decode rank) -> their lanes, in the order of the decode rank's regions.
-#: Pairs without lanes are absent.
-Lanes = dict[tuple[int, int], list[ShardMapping]]
+from dynamo_lite.transfer.block_map import Lanes, ShardMapping
+from dynamo_lite.transfer.transpose import all_staged, can_be_staged
 
 
 def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata]) -> Lanes:
@@ -74,13 +51,8 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
                 lane = _lane(local, region, index, heads)
                 lanes.setdefault((holder, rank), []).append(lane)
     if any(lane.staged for mine in lanes.values() for lane in mine):
-        return _all_staged(peer, own, lanes)
+        return all_staged(peer, own, lanes)
     return lanes
-
-
-def writers(lanes: Lanes, remote_rank: int) -> int:
-    """Returns the number of ranks that write to the decode rank."""
-    return sum(remote == remote_rank for _, remote in lanes)
 
 
 def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
@@ -150,36 +122,6 @@ def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> ShardM
     return ShardMapping(local, remote, index, offset, heads)
 
 
-def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
-    """Stages all lanes: one write cannot mix blocks of different sizes on a side."""
-    if any(lane.remote.group for mine in lanes.values() for lane in mine):
-        raise IncompatiblePeer(
-            peer,
-            "blocks of a model with several KV groups must be equal on both sides, unless"
-            " disable-hybrid-kv-cache-manager: true puts all layers into one group",
-        )
-    tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
-    if len(tokens) > 1:
-        raise IncompatiblePeer(
-            peer,
-            f"layers differ in their tokens per block, here and there: {sorted(tokens)}",
-        )
-    unknown = next((m for mine in lanes.values() for m in mine if not m.local.arrays), None)
-    if unknown is not None:
-        raise IncompatiblePeer(
-            peer,
-            f"other blocks differ, and those of layer {unknown.local.layer} have an order that"
-            " is not known, here and there",
-        )
-    staged: Lanes = {}
-    for (holder, rank), mine in lanes.items():
-        whole = {region.layer: region for region in own[holder].regions}
-        staged[holder, rank] = [
-            replace(lane, local=whole[lane.local.layer], staged=True) for lane in mine
-        ]
-    return staged
-
-
 def _sources(
     peer: str, region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegion]]
 ) -> list[tuple[int, KvRegion, range]]:
@@ -216,19 +158,6 @@ def _difference(region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegi
     return (
         f"layer {region.layer}: blocks of its rank {rank} ({_described(region)}) cannot be put"
         f" together from blocks here ({here})"
-    )
-
-
-def can_be_staged(local: KvRegion, remote: KvRegion) -> bool:
-    """Whether blocks of `remote` can be assembled from the items of `local`'s blocks."""
-    if not local.arrays or len(local.arrays) != len(remote.arrays):
-        return False
-    unit = math.gcd(local.tokens, remote.tokens)
-    return all(
-        (here.group_tokens, here.items, here.item_bytes)
-        == (there.group_tokens, there.items, there.item_bytes)
-        and unit % here.group_tokens == 0
-        for here, there in zip(local.arrays, remote.arrays, strict=True)
     )
 
 

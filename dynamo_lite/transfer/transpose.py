@@ -9,13 +9,14 @@ common divisor of the two block sizes).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dynamo_lite.protocol.records import KvArray, KvRegion
-from dynamo_lite.transfer.sharding import ShardMapping
+from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.records import KvArray, KvRegion, RankMetadata
+from dynamo_lite.transfer.block_map import Lanes, ShardMapping
 
 #: The widest word of a copy.
 _WORD_BYTES = 8
@@ -84,6 +85,49 @@ class Units:
     units: npt.NDArray[np.int64]
     #: Further units after the end of the prompt; their bytes become zero.
     padding: int
+
+
+def can_be_staged(local: KvRegion, remote: KvRegion) -> bool:
+    """Whether blocks of `remote` can be assembled from the items of `local`'s blocks."""
+    if not local.arrays or len(local.arrays) != len(remote.arrays):
+        return False
+    unit = math.gcd(local.tokens, remote.tokens)
+    return all(
+        (here.group_tokens, here.items, here.item_bytes)
+        == (there.group_tokens, there.items, there.item_bytes)
+        and unit % here.group_tokens == 0
+        for here, there in zip(local.arrays, remote.arrays, strict=True)
+    )
+
+
+def all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
+    """Stages all lanes: one write cannot mix blocks of different sizes on a side."""
+    if any(lane.remote.group for mine in lanes.values() for lane in mine):
+        raise IncompatiblePeer(
+            peer,
+            "blocks of a model with several KV groups must be equal on both sides, unless"
+            " disable-hybrid-kv-cache-manager: true puts all layers into one group",
+        )
+    tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
+    if len(tokens) > 1:
+        raise IncompatiblePeer(
+            peer,
+            f"layers differ in their tokens per block, here and there: {sorted(tokens)}",
+        )
+    unknown = next((m for mine in lanes.values() for m in mine if not m.local.arrays), None)
+    if unknown is not None:
+        raise IncompatiblePeer(
+            peer,
+            f"other blocks differ, and those of layer {unknown.local.layer} have an order that"
+            " is not known, here and there",
+        )
+    staged: Lanes = {}
+    for (holder, rank), mine in lanes.items():
+        whole = {region.layer: region for region in own[holder].regions}
+        staged[holder, rank] = [
+            replace(lane, local=whole[lane.local.layer], staged=True) for lane in mine
+        ]
+    return staged
 
 
 def slot_layout(lanes: Sequence[ShardMapping], slot_bytes: int) -> Layout:

@@ -106,10 +106,7 @@ class PrefixReads:
             RemoteRank(
                 self._peers.load(engine_id, index, rank),
                 rank.memory,
-                maps_of(
-                    [(lane.local, lane.remote) for lane in mine],
-                    (rank.device, self._own.device),
-                ),
+                maps_of(mine, (rank.device, self._own.device)),
             )
             for index, rank in enumerate(engine.remote)
             if (mine := lanes.get((index, self._peers.rank))) is not None

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -13,7 +13,7 @@ from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap, maps_of
-from dynamo_lite.transfer.sharding import join, parts_of, writers
+from dynamo_lite.transfer.sharding import join, parts_of
 from dynamo_lite.transfer.transpose import Layout
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RemoteRanks:
         #: In the order of their use.
         self._connected: dict[str, ConnectedEngine] = {}
         #: Names at the mover, by engine.
-        self._names: dict[str, list[str]] = {}
+        self._names: dict[str, set[str]] = {}
 
     def of(self, engine_id: str) -> ConnectedEngine:
         """Raises TransferError if it is not connected."""
@@ -79,7 +79,7 @@ class RemoteRanks:
     def meet(self, step: PrefillStep, in_use: Set[str]) -> None:
         """Connects the engines of the step's new jobs, and drops those that were used longest ago.
         in_use: engines that must stay."""
-        for engine_id in step.targets.keys() - self.ending:
+        for engine_id in [each for each in step.targets if each not in self.ending]:
             try:
                 found = self._connected.pop(engine_id, None) or self._connect(engine_id, step)
             except (msgspec.DecodeError, TransferError) as exc:
@@ -104,33 +104,27 @@ class RemoteRanks:
         mine = {index: lanes[self.rank, index] for rank, index in lanes if rank == self.rank}
         every = [lane for found in mine.values() for lane in found]
         layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
-        ranks: list[RemoteRank] = []
-        staged = 0
-        for index, found in mine.items():
-            rank = remote[index]
-            here = [lane.local for lane in found]
-            if layout is not None:
-                here = layout.regions[staged : staged + len(found)]
-                staged += len(found)
-            pairs = [(at, lane.remote) for at, lane in zip(here, found, strict=True)]
-            ranks.append(
-                RemoteRank(
-                    name=self.load(engine_id, index, rank),
-                    memory=rank.memory,
-                    blocks=maps_of(pairs, (self._own.device, rank.device)),
-                    parts=parts_of(found),
-                    writers=writers(lanes, index),
-                )
+        places = iter([lane.local for lane in every] if layout is None else layout.regions)
+        ranks = [
+            RemoteRank(
+                name=self.load(engine_id, index, remote[index]),
+                memory=remote[index].memory,
+                blocks=maps_of(
+                    [replace(lane, local=next(places)) for lane in found],
+                    (self._own.device, remote[index].device),
+                ),
+                parts=parts_of(found),
+                writers=sum(target == index for _, target in lanes),
             )
+            for index, found in mine.items()
+        ]
         return ConnectedEngine(own, remote, ranks, layout)
 
     def load(self, engine_id: str, index: int, rank: RankMetadata) -> str:
         """Loads the agent of one rank; returns its name at the mover. Raises TransferError."""
         name = f"{engine_id}/{index}"
         self._mover.add_peer(name, rank.agent)
-        names = self._names.setdefault(engine_id, [])
-        if name not in names:
-            names.append(name)
+        self._names.setdefault(engine_id, set()).add(name)
         return name
 
     def failed(self, engine_id: str, why: TransferError) -> None:
@@ -144,7 +138,7 @@ class RemoteRanks:
         """Removes the agents of ending engines. in_flight: engines with transfers in flight. Their
         agents stay: the transfers would end at once, and still change memory later."""
         for engine_id in self.ending - in_flight:
-            for name in self._names.pop(engine_id, ()):
+            for name in sorted(self._names.pop(engine_id, ())):
                 self._mover.remove_peer(name)
         self.ending &= in_flight
 

@@ -13,7 +13,7 @@ from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.sharding import ShardMapping
+from dynamo_lite.transfer.block_map import ShardMapping
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
 #: One slot is filled while others are written. More slots would only help with more peers at once.
