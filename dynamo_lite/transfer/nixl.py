@@ -58,7 +58,7 @@ class NixlTransfer:
         try:
             status = self._agent.check_xfer_state(self._handle)
         except Exception as exc:
-            self._release()
+            self.release()
             self._failure = f"{self._what} failed: {exc}"
             raise TransferError(self._peer, self._failure) from exc
         return self._settle(status)
@@ -66,14 +66,14 @@ class NixlTransfer:
     def _settle(self, status: str) -> bool:
         if status == "PROC":
             return False
-        self._release()
+        self.release()
         if status != "DONE":
             self._failure = f"{self._what} ended in state {status}"
             raise TransferError(self._peer, self._failure)
         self._on_end()
         return True
 
-    def _release(self) -> None:
+    def release(self) -> None:
         handle, self._handle = self._handle, None
         with contextlib.suppress(Exception):
             self._agent.release_xfer_handle(handle)
@@ -92,7 +92,7 @@ class NixlMover:
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
         self._confirmed = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
-        self._confirming: dict[str, Any] = {}
+        self._confirming: dict[str, NixlTransfer] = {}
         self.register([(self._confirmed.ctypes.data, _CONFIRM_BYTES)], "DRAM", 0)
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
@@ -114,7 +114,8 @@ class NixlMover:
     def remove_peer(self, peer: str) -> None:
         name = self._peers.pop(peer, None)
         # Its data may still arrive: in `_confirmed`, which nothing reads.
-        self._release(self._confirming.pop(peer, None))
+        if (confirming := self._confirming.pop(peer, None)) is not None:
+            confirming.release()
         if name is not None:
             try:
                 self._agent.remove_remote_agent(name)
@@ -176,32 +177,17 @@ class NixlMover:
 
     def _confirm(self, peer: str, address: int, length: int) -> None:
         """Makes the peer confirm what was sent to it, by a read of what was just written."""
-        pending = self._confirming.pop(peer, None)
+        size = min(length, _CONFIRM_BYTES)
+        here = np.array([[self._confirmed.ctypes.data, size, 0]], dtype=np.uint64)
+        there = np.array([[address, size, 0]], dtype=np.uint64)
         try:
-            if pending is not None and self._agent.check_xfer_state(pending) == "PROC":
-                self._confirming[peer] = pending
-                return
-            self._release(pending)
-            size = min(length, _CONFIRM_BYTES)
-            here = np.array([[self._confirmed.ctypes.data, size, 0]], dtype=np.uint64)
-            there = np.array([[address, size, 0]], dtype=np.uint64)
-            handle = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs(here, "DRAM"),
-                self._agent.get_xfer_descs(there, "DRAM"),
-                self._peers[peer],
-                b"",
-            )
-            self._confirming[peer] = handle
-            self._agent.transfer(handle)
-        except Exception as exc:
+            pending = self._confirming.pop(peer, None)
+            if pending is None or pending.done():
+                pending = self.read(peer, here, there, memory=("DRAM", "DRAM"))
+            self._confirming[peer] = pending
+        except TransferError as exc:
             # The write has succeeded, so only time is lost. Other transfers detect a dead peer.
-            logger.debug("could not request a confirmation from engine %s: %s", peer, exc)
-
-    def _release(self, handle: Any) -> None:
-        if handle is not None:
-            with contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(handle)
+            logger.debug("could not request a confirmation: %s", exc)
 
     def close(self) -> None:
         for peer in list(self._peers):

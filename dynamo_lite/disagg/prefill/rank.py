@@ -116,9 +116,7 @@ class PrefillRank:
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and ended requests, and starts what can start."""
         self._check_limit()
-        if step.targets:
-            writing = {attempt.of.target_engine for attempt in self._attempts.values()}
-            self._peers.meet(step, writing | self._reads.in_flight)
+        self._peers.meet(step, self._in_use)
         for read in step.reads:
             self._reads.start(read)
         for write in step.writes:
@@ -192,6 +190,11 @@ class PrefillRank:
                     f"a write is in flight {self._move_s:g} s after the end of its claim",
                 )
         self._limit.until = limit
+
+    def _in_use(self) -> set[str]:
+        """The engines that are written to, or will be, or read from."""
+        writing = {attempt.of.target_engine for attempt in self._attempts.values()}
+        return writing | self._reads.in_flight
 
     def _add(self, write: BlockWrite, ready: Ready) -> None:
         """To be started as soon as it may start."""

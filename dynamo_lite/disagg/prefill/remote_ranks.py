@@ -1,7 +1,7 @@
 """The ranks of decode engines that one prefill rank writes to or reads from, and which parts."""
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -76,9 +76,9 @@ class RemoteRanks:
             raise TransferError(engine_id, f"not usable: {why}")
         return found
 
-    def meet(self, step: PrefillStep, in_use: Set[str]) -> None:
-        """Connects the engines of the step's new jobs, and drops those that were used longest ago.
-        in_use: engines that must stay."""
+    def meet(self, step: PrefillStep, in_use: Callable[[], Set[str]]) -> None:
+        """Connects the engines of the step's new jobs. Of too many it drops those that were used
+        longest ago. in_use: returns those that must stay."""
         for engine_id in [each for each in step.targets if each not in self.ending]:
             try:
                 found = self._connected.pop(engine_id, None) or self._connect(engine_id, step)
@@ -88,10 +88,11 @@ class RemoteRanks:
                 self.ending.add(engine_id)
             else:
                 self._connected[engine_id] = found
-        unused = [each for each in self._connected if each not in in_use | step.targets.keys()]
-        for engine_id in unused[: max(len(self._connected) - _MOST_ENGINES, 0)]:
-            del self._connected[engine_id]
-            self.ending.add(engine_id)
+        if (excess := len(self._connected) - _MOST_ENGINES) > 0:
+            stay = in_use() | step.targets.keys()
+            for engine_id in [each for each in self._connected if each not in stay][:excess]:
+                del self._connected[engine_id]
+                self.ending.add(engine_id)
 
     def _connect(self, engine_id: str, step: PrefillStep) -> ConnectedEngine:
         """Maps this rank's share to the engine's ranks, and loads their agents.
