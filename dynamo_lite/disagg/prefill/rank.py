@@ -75,8 +75,6 @@ class OutgoingAttempt:
     in_flight: list[_InFlightWrite] = field(default_factory=list)
     #: The staging slot of the first write in `queue`, if it has one.
     slot: StagingSlot | None = None
-    #: The next write repeats blocks of earlier writes, and must start after they have ended.
-    again: bool = False
     #: Why nothing more of the attempt is written.
     failure: str | None = None
 
@@ -212,8 +210,8 @@ class PrefillRank:
     def drain_preempted(self, step: PrefillStep) -> None:
         """Ends all writes from blocks of preempted attempts, which are about to be overwritten.
 
-        Waits for writes in flight, except those from staging slots: a commit of overwritten
-        data must not arrive. A write to a dead peer ends in an error by itself. Raises
+        Waits for writes in flight: a commit of overwritten data must not arrive, and what is
+        written again must arrive later. A write to a dead peer ends in an error by itself. Raises
         TransferError after 30 s.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
@@ -222,8 +220,7 @@ class PrefillRank:
                 # The scheduler half counts the job as complete, and will not repeat the write.
                 attempt.failure = "preempted before its last write"
             self._clear(attempt)
-            attempt.again = True
-            while any(flight.slot is None for flight in attempt.in_flight):
+            while attempt.in_flight:
                 if self._now() > deadline:
                     # This ends the engine, which might else send another request's KV.
                     raise TransferError(
@@ -236,14 +233,12 @@ class PrefillRank:
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
-        alone = write.last or attempt.again
-        if not self._holds(attempt) or not ready() or (alone and attempt.in_flight):
+        if not self._holds(attempt) or not ready() or (write.last and attempt.in_flight):
             return False
         try:
             if not self._staged(attempt, write):
                 return False
             attempt.queue.popleft()
-            attempt.again = False
             self._start(attempt, write)
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, exc)
