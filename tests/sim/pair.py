@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -54,14 +53,20 @@ class Servers:
         return MemoryQueue(self._broker, stream="jobs", subject="jobs", config=config)
 
 
-async def _link(store: MemoryStore, engine: SimEngine, engine_id: str) -> PeerLink | None:
-    """That of a prefill engine whose links all work."""
-    raw = await store.get(names.nixl_metadata_key("t", engine_id))
-    if raw is None:
-        return None
-    link = PeerLink(decode_engine(raw))
-    link.reads = engine.check_peer(link.target)
-    return link
+class _Links:
+    """Of a prefill engine whose links all work."""
+
+    def __init__(self, store: MemoryStore, engine: SimEngine):
+        self._store, self._engine = store, engine
+        self.known: dict[str, PeerLink] = {}
+
+    async def look_up(self, engine_id: str) -> PeerLink | None:
+        raw = await self._store.get(names.nixl_metadata_key("t", engine_id))
+        if raw is None:
+            return None
+        link = PeerLink(decode_engine(raw))
+        link.reads = self._engine.check_peer(link.target)
+        return link
 
 
 class Task:
@@ -153,8 +158,7 @@ class Pair:
             lease_id=2,
             engine=self.prefill,
             cells=self.cells,
-            links={},
-            look_up=partial(_link, store, self.prefill),
+            links=_Links(store, self.prefill),  # type: ignore[arg-type]
             messaging=self.servers.messaging(),
             clock=self.clock,
             on_drop=self._drop,

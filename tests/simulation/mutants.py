@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -215,7 +216,7 @@ def _metadata_by_address(worker: PrefillWorker, host: Host) -> None:
             link.target = msgspec.structs.replace(link.target, ranks=(rank,))
         return link
 
-    _use(worker, links={}, look_up=first_at_address)
+    _use(worker, links=SimpleNamespace(known={}, look_up=first_at_address))
 
 
 def _hold_too_many(worker: PrefillWorker, host: Host) -> None:

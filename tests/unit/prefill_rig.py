@@ -141,8 +141,7 @@ class Rig:
             engine=self.engine,  # type: ignore[arg-type]
             cells=self.cells,
             messaging=self.messaging,
-            links={},
-            look_up=self.links.look_up,
+            links=self.links,  # type: ignore[arg-type]
             tracer=tracer,
             new_claim=lambda: next(ids),
             clock=Clock(monotonic=loop_time, boottime=self.boottime),
@@ -241,7 +240,7 @@ class ScriptedLinks:
     """The link to the engine whose record is in the store. why_not: why it is not used."""
 
     def __init__(self, why_not: str = ""):
-        self.link = PeerLink(TARGET)
+        self.link, self.known = PeerLink(TARGET), dict[str, PeerLink]()
         self.link.mark, self.link.reads, self.link.failures = why_not, True, 1
         self.store = MemoryStore()
 

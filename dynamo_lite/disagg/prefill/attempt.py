@@ -8,14 +8,14 @@ how a decode engine cancels. So does the end of the claim, if no answer comes.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
 from dynamo_lite.disagg.engine import AttemptOutcome, PrefillEngine
-from dynamo_lite.disagg.prefill.peer_links import PeerLink
+from dynamo_lite.disagg.prefill.peer_links import PeerLink, PeerLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import (
@@ -71,9 +71,7 @@ class WriterParts:
     #: Those that the engine's ranks read.
     cells: ClaimCells
     messaging: Messaging
-    #: By decode engine; and the search for an engine that is not among them. See `PeerLinks`.
-    links: Mapping[str, PeerLink]
-    look_up: Callable[[str], Awaitable[PeerLink | None]]
+    links: PeerLinks
     clock: Clock = SYSTEM_CLOCK
     on_drop: OnDrop = uncounted
     #: None without tracing.
@@ -111,8 +109,8 @@ class JobAttempt:
         if request.wire_version != WIRE_VERSION:
             return await self._give_back("failed", unsupported(request.wire_version), "malformed")
         try:
-            engine_id = request.engine_id
-            link = parts.links.get(engine_id) or await parts.look_up(engine_id)
+            known = parts.links.known.get(request.engine_id)
+            link = known or await parts.links.look_up(request.engine_id)
             if link is None:
                 # The engine's process has ended, or the store has lost its record.
                 why = "the store has no record of this engine"
