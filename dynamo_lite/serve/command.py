@@ -6,7 +6,8 @@ import logging.config
 import os
 import secrets
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -16,7 +17,8 @@ from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.config import GraphConfig
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.embedded import (
     EmbeddedEtcd,
     EmbeddedNats,
@@ -37,31 +39,68 @@ from dynamo_lite.serve.supervisor_socket import SupervisorSocket
 from dynamo_lite.vllm.compat import tested_range, vllm_version
 
 
-async def serve(request: ServeRequest) -> int:
-    """Runs until stopped.
+def run(request: ServeRequest, document: Document, *, allow_untested: bool = False) -> int:
+    """Checks the configuration, and runs it until stopped. Returns the exit code.
 
-    Raises ConfigError, StartupError, and Interrupted when it is stopped before any process
+    Raises ConfigError and StartupError, and KeyboardInterrupt when it is stopped before any process
     of the graph was started. No process is left running then.
     """
+    config = request.config
+    with ExitStack() as stack:
+        # What takes no time comes before vLLM, which takes many seconds.
+        held = None if document.mistakes else hold(config, request.state_dir, stack)
+        startup_checks.check_arguments(config, document, allow_untested=allow_untested)
+        assert held is not None
+        logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
+        startup_checks.make_demo_model(config.here)
+        try:
+            return asyncio.run(_serve(request, *held))
+        except Interrupted:
+            raise KeyboardInterrupt from None
+
+
+async def _serve(request: ServeRequest, directory: Path, services: Sequence[ServiceConfig]) -> int:
+    """directory, services: what `hold` has returned."""
     stop, force = StopRequest(), asyncio.Event()
     progress = Progress()
-    here = request.config.here
-    if any(service.service.flags != "none" for service in here):
+    if any(service.service.flags != "none" for service in services):
         progress.line("serve", f"{vllm_version()}; tried are {tested_range()}")
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_on_signals(stop, again=force.set))
-        started = [stack.enter_context(startup_checks.held_port(service)) for service in here]
-        directory = _lock_directory(request, stack)
         async with stop.interrupts():
             state, servers = await _connect(request, stack, progress)
         if stop.is_set:
             raise Interrupted
         stack.callback(run_file(directory).unlink, missing_ok=True)
-        supervisor = Supervisor(request, started, servers, directory, state, stop, force, progress)
+        supervisor = Supervisor(request, services, servers, directory, state, stop, force, progress)
         await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         code = await supervisor.run()
     progress.line("serve", "ended")
     return code
+
+
+def hold(
+    config: GraphConfig, state_dir: Path, stack: ExitStack
+) -> tuple[Path, list[ServiceConfig]]:
+    """Locks the state directory, or for a lone service a subdirectory of it, and takes ports, until
+    the stack is closed. Returns the directory, and the services to start with their real ports.
+
+    Raises StartupError when another process has them, or a model is missing.
+    """
+    if config.only is None:
+        directory = state_dir
+        if not lock(directory, stack):
+            holder = read_run(directory)
+            who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
+            message = f"a graph runs on state directory {directory}{who}"
+            raise StartupError(f"{message}; stop it or use --state-dir")
+    else:
+        folders = (state_dir / "lone" / f"{config.only}-{n}" for n in itertools.count())
+        directory = next(folder for folder in folders if lock(folder, stack))
+    services = [stack.enter_context(startup_checks.held_port(one)) for one in config.here]
+    for service in services:
+        startup_checks.check_model(service)
+    return directory, services
 
 
 def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | None) -> Path | None:
@@ -85,41 +124,6 @@ def _certificates(request: ServeRequest, nats_url: str | None, etcd_url: str | N
     names = [service.service.name for service in here if service.workers]
     startup_checks.check_certificates(folder, shared.namespace, names, shared.bind_host)
     return folder
-
-
-def check_quickly(config: GraphConfig, state_dir: Path) -> None:
-    """What takes no time, before vLLM is asked about its arguments, which takes many seconds.
-
-    config: without mistakes so far. Raises ConfigError, StartupError.
-    """
-    # The graph that runs here has the ports, too.
-    if config.only is None and (state_dir / "lock").exists():
-        with lock(state_dir) as free:
-            if not free:
-                raise _in_use(state_dir)
-    for service in config.here:
-        with startup_checks.held_port(service):
-            pass
-        if service.service.flags != "none":
-            startup_checks.check_model(service)
-
-
-def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
-    """Locks the state directory, or for a lone service a subdirectory of it."""
-    only = request.config.only
-    if only is None:
-        if not stack.enter_context(lock(request.state_dir)):
-            raise _in_use(request.state_dir)
-        return request.state_dir
-    folders = (request.state_dir / "lone" / f"{only}-{number}" for number in itertools.count())
-    return next(folder for folder in folders if stack.enter_context(lock(folder)))
-
-
-def _in_use(state_dir: Path) -> StartupError:
-    holder = read_run(state_dir)
-    who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
-    message = f"a graph runs on state directory {state_dir}{who}"
-    return StartupError(f"{message}; stop it or use --state-dir")
 
 
 async def _connect(
@@ -167,13 +171,3 @@ async def _connect(
         certificates="" if folder is None else str(folder),
     )
     return state, servers
-
-
-def run(request: ServeRequest) -> int:
-    """Runs `serve`. Raises what it raises, with KeyboardInterrupt in place of Interrupted."""
-    logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
-    startup_checks.make_demo_model(request.config.here)
-    try:
-        return asyncio.run(serve(request))
-    except Interrupted:
-        raise KeyboardInterrupt from None

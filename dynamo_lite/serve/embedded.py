@@ -6,6 +6,7 @@ start on the same directory and port finds the data of the first.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import re
 import shlex
@@ -52,8 +53,7 @@ class EmbeddedServer(ABC):
 
     def __init__(self, directory: Path, port: int = 0):
         self.directory = Path(directory)
-        self.port = port or free_port()
-        self._drawn = not port
+        self.port = port
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
         #: Set during a drain: failed restarts no longer raise.
@@ -80,34 +80,30 @@ class EmbeddedServer(ABC):
 
         on_change: called after each change of `state`.
         """
-        began, failures, tries = time.monotonic(), 0, 0
-        what = f"ended ({exit_text(await self.exited())})"
+        failures, tries, what = 0, 0, ""
         while True:
-            self.state.pid = 0
-            on_change()
-            failures, delay_s = _BACKOFF.after_exit(failures, time.monotonic() - began)
             began = time.monotonic()
-            if failures == 1:
-                delay_s = 0.0  # every process needs the server: only repeated failures are delayed
-            progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
             try:
-                await self.restart()
+                if what:
+                    await self.restart()
+                    self.state.restarts, tries = self.state.restarts + 1, 0
+                    on_change()
+                    progress.line(self.name, "restarted")
+                what = f"ended ({exit_text(await self.exited())})"
             except StartupError as exc:
                 tries, what = tries + 1, str(exc)
                 if tries >= _TRIES and not self.graph_ends:
                     raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
-                continue
-            self.state.restarts, tries = self.state.restarts + 1, 0
+            self.state.pid = 0
             on_change()
-            progress.line(self.name, "restarted")
-            what = f"ended ({exit_text(await self.exited())})"
+            failures, delay_s = _BACKOFF.after_exit(failures, time.monotonic() - began)
+            progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        while self._drawn and self._port_is_taken():
-            self.port = free_port()
+        self.port = self.port or free_port()
         await self.restart()
         return self
 
@@ -121,10 +117,12 @@ class EmbeddedServer(ABC):
         Raises StartupError when it does not become ready; nothing of it is left then.
         """
         await self.__aexit__()
-        if self._port_is_taken():
+        try:
             # Otherwise a foreign server on this port could answer the readiness probe.
+            bind("127.0.0.1", self.port).close()
+        except StartupError as exc:
             why = f"port {self.port} is in use; stop the process that has it"
-            raise StartupError(f"{self.name}: {why}")
+            raise StartupError(f"{self.name}: {why}") from exc
         try:
             with self._log_path.open("ab") as log:
                 self._log_begin = log.tell()
@@ -138,30 +136,21 @@ class EmbeddedServer(ABC):
                 )
         except OSError as exc:
             raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
-        try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
-                while self._process.returncode is None:
-                    if await self._is_ready():
-                        break
-                    # The programs have no readiness hook, so this polls.
-                    await asyncio.sleep(_PROBE_INTERVAL_S)
-            why = "" if self._process.returncode is None else "ended while it started"
-        except TimeoutError:
-            why = f"was not ready within {_READY_TIMEOUT_S:g} s"
-        except BaseException:
-            await self.__aexit__()
-            raise
-        if why:
-            await self.__aexit__()
-            raise StartupError(f"{self.name} {why}; {self._log_tail()}")
+        why = f"was not ready within {_READY_TIMEOUT_S:g} s"
+        async with contextlib.AsyncExitStack() as unready:
+            unready.push_async_exit(self)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_READY_TIMEOUT_S):
+                    while self._process.returncode is None:
+                        if await self._is_ready():
+                            break
+                        # The programs have no readiness hook, so this polls.
+                        await asyncio.sleep(_PROBE_INTERVAL_S)
+                    why = "" if self._process.returncode is None else "ended while it started"
+            if why:
+                raise StartupError(f"{self.name} {why}; {self._log_tail()}")
+            unready.pop_all()
         self.state.pid = self.pid
-
-    def _port_is_taken(self) -> bool:
-        try:
-            bind("127.0.0.1", self.port).close()
-        except StartupError:
-            return True
-        return False
 
     @property
     def _log_path(self) -> Path:
@@ -169,10 +158,7 @@ class EmbeddedServer(ABC):
 
     def _log_tail(self) -> str:
         """The cause that its log names since the start, or else the last lines."""
-        try:
-            log = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace")
-        except OSError:
-            log = ""
+        log = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace")
         causes = [": ".join(filter(None, found)) for found in _CAUSE.findall(log)]
         return f"its log {self._log_path} ends: " + " | ".join(causes[-1:] or log.splitlines()[-3:])
 
@@ -266,8 +252,6 @@ class EmbeddedEtcd(EmbeddedServer):
 
     async def __aenter__(self) -> Self:
         if self._private:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.directory.chmod(0o700)
             folder = self.directory.resolve()
             make_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"], servers=True)
             self._context = files_of(folder, "etcd-server").context()
@@ -358,7 +342,7 @@ def fresh_folder(state_dir: Path, server: str) -> Path:
     try:
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)
     except OSError as exc:
         raise StartupError(f"cannot use the embedded server's folder {folder}: {exc}") from exc
     return folder

@@ -64,12 +64,10 @@ class InstanceSupervisor:
         )
         #: The component's last "ready" report, e.g. {"url": ...}.
         self.facts: dict[str, Any] = {}
-        #: Set when it is ready for the first time.
-        self.ready = asyncio.Event()
-        #: Set during a stop, when no other process depends on it.
-        self.drained = asyncio.Event()
-        #: Set when it has ended and will not be restarted.
-        self.done = asyncio.Event()
+        #: Whether it has been ready.
+        self.was_ready = False
+        #: Whether no other process depends on it any more, during a stop.
+        self.drained = False
         self._etcd_url = etcd_url
         self._progress, self._on_change = progress, on_change
         self._needed, self._backoff = needed, backoff
@@ -78,16 +76,18 @@ class InstanceSupervisor:
         self._leaves = False
         self._process: asyncio.subprocess.Process | None = None
         self._error = ""
+        #: What its start waits for.
+        self.doing = "starting"
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
         """The phase that `RoleCounts` counts. A process that is restarted after a crash is
-        "ready"."""
-        if self.done.is_set():
+        "ready", one that will not be restarted has "ended"."""
+        if self.state.state in ("stopped", "failed"):
             return "ended"
         if self._stopping.is_set() or self._leaves:
             return "draining"
-        return "ready" if self.ready.is_set() else "starting"
+        return "ready" if self.was_ready else "starting"
 
     @property
     def lease_id(self) -> int:
@@ -109,33 +109,31 @@ class InstanceSupervisor:
             self.state.error = str(exc)
             self._line(f"cannot be started; the graph continues without it: {exc}")
         finally:
-            self.drained.set()
-            self.done.set()
+            self.drained = True
             self._change("failed" if self.state.error else "stopped")
 
     async def _keep(self) -> None:
-        failures = 0
+        failures, what = 0, ""
         while not self._stopping.is_set():
             began = time.monotonic()
             self._error = ""
             try:
                 code = await self._run()
+                what = f"ended ({exit_text(code)})"
+                if self._stopping.is_set() or (self.was_ready and (code == 0 or self._leaves)):
+                    self._change("stopped")
+                    self._line(f"left the graph ({exit_text(code)})")
+                    return
+                if not self.was_ready:
+                    raise StartupError(self._start_failure(code))
             except StartupError as exc:
-                if not self.ready.is_set():
+                if not self.was_ready:
                     raise
                 # A file, memory or a process id may be missing for a while only.
-                self._error, code = str(exc), None
-            if self._stopping.is_set():
-                return
-            if not self.ready.is_set():
-                raise StartupError(self._start_failure(code or 0))
-            if code is not None and (code == 0 or self._leaves):
-                self._change("stopped")
-                self._line(f"left the graph ({exit_text(code)})")
-                return
+                self._error, what = str(exc), "not started"
             self._leaves = False
             failures, delay_s = self._backoff.after_exit(failures, time.monotonic() - began)
-            await self._pause(code, delay_s)
+            await self._pause(what, delay_s)
 
     def stop(self) -> None:
         """Drains it (SIGTERM to it alone: it ends its own processes), without a restart.
@@ -230,25 +228,25 @@ class InstanceSupervisor:
     def _take(self, report: dict[str, Any]) -> None:
         match report.get("state"):
             case "starting":
-                self._line(str(report.get("detail", "")))
+                self.doing = str(report.get("detail", ""))
+                self._line(self.doing)
             case "ready":
                 self.state.lease = str(report.get("lease", ""))
                 self.state.status_url = str(report.get("status_url", ""))
-                self.facts = report
+                self.facts, self.was_ready = report, True
                 self._change("ready")
                 self._line("ready")
-                self.ready.set()
             case "draining":
                 self._leaves = report.get("for_good") is True
                 self._change("draining")
                 self._line(f"draining: {report.get('reason', '')}")
             case "drained" if self._stopping.is_set():
-                self.drained.set()
+                self.drained = True
+                self._on_change()
             case "failed":
                 self._error = str(report.get("error", ""))
 
-    async def _pause(self, code: int | None, delay_s: float) -> None:
-        what = "not started" if code is None else f"ended ({exit_text(code)})"
+    async def _pause(self, what: str, delay_s: float) -> None:
         self.state.restarts += 1
         self.state.lease, self.state.state = "", "backoff"
         self._on_change()

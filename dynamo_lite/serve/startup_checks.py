@@ -108,6 +108,17 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
+def check_arguments(
+    config: GraphConfig, document: Document, *, allow_untested: bool = False
+) -> None:
+    """What vLLM says about the configuration. Raises ConfigError for all mistakes of the document,
+    and what `check_vllm_arguments` raises."""
+    check_vllm_arguments(config, document, allow_untested=allow_untested)
+    if not document.mistakes:
+        check_edge(config, document)
+    document.raise_mistakes()
+
+
 def check_planner(config: GraphConfig, document: Document) -> None:
     """Adds to the document's mistakes what contradicts itself in the planner's options."""
     planner = config.get(PLANNER.name)

@@ -1,7 +1,7 @@
 """The checks before any process starts."""
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.command import check_quickly
+from dynamo_lite.serve.command import hold
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -94,8 +94,8 @@ def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
     config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
     assert {c.flags["model"] for c in config.here if c.flags} == {f"{tmp_path}/model"}
     refused = pytest.raises(StartupError, match=rf"no model \(.*\) at {tmp_path}/model")
-    with nullcontext() if found else refused:
-        check_quickly(config, tmp_path)
+    with ExitStack() as stack, nullcontext() if found else refused:
+        hold(config, tmp_path, stack)
 
 
 @pytest.fixture
