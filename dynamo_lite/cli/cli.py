@@ -134,20 +134,21 @@ def serve(
     The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
     processes exit. A second one kills all processes.
     """
-    from dynamo_lite.serve.command import run
+    from dynamo_lite.serve.command import check_arguments, run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
     from dynamo_lite.serve.graphs import config_file, load_graph
     from dynamo_lite.serve.launches import ServeRequest
-    from dynamo_lite.serve.startup_checks import check_arguments, check_planner, check_urls
+    from dynamo_lite.serve.startup_checks import check_planner, check_urls
 
     check_urls(nats_url, etcd_url)
     value = load_graph(graph)
     if file is not None and (found := config_file(file)) != file:
         print(f"{file}: the packaged file, {found}", file=sys.stderr)
         file = found
-    document = read_document(file, context.args)
-    config = resolve(value, document, namespace=namespace, only=service_name)
+    named = [] if namespace is None else [f"--Graph.namespace={json.dumps(namespace)}"]
+    document = read_document(file, [*context.args, *named])
+    config = resolve(value, document, only=service_name)
     check_planner(config, document)
     if dry_run:
         check_arguments(config, document, allow_untested=allow_untested_vllm)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib.util
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -30,7 +31,7 @@ from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.processes import end_group, free_port, output_of, start_group
 from dynamo_lite.serve.progress import Progress, exit_text
-from dynamo_lite.serve.run_state import ServerState, write_private
+from dynamo_lite.serve.run_state import RunState, ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
@@ -46,18 +47,17 @@ _CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 class EmbeddedServer(ABC):
     """Starts one server program, waits until it is ready, restarts it, ends its process group.
 
-    port: 0 takes a free one.
+    port: 0 takes a free one. private: it answers only who can read the files of `directory` that
+    its `url` names.
     """
 
     name = ""
 
-    def __init__(self, directory: Path, port: int = 0):
+    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
         self.directory = Path(directory)
-        self.port = port
+        self.port, self._private = port, private
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
-        #: Set during a drain: failed restarts no longer raise.
-        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
         #: Of a client, where the server wants TLS.
         self._context: ssl.SSLContext | None = None
@@ -74,9 +74,9 @@ class EmbeddedServer(ABC):
         assert self._process is not None
         return await self._process.wait()
 
-    async def keep(self, progress: Progress, on_change: Callable[[], None]) -> None:
+    async def keep(self, progress: Progress, run: RunState, on_change: Callable[[], None]) -> None:
         """Restarts it after every end, until this is cancelled. Raises StartupError when it cannot
-        be started.
+        be started, unless the graph is draining.
 
         on_change: called after each change of `state`.
         """
@@ -92,7 +92,7 @@ class EmbeddedServer(ABC):
                 what = f"ended ({exit_text(await self.exited())})"
             except StartupError as exc:
                 tries, what = tries + 1, str(exc)
-                if tries >= _TRIES and not self.graph_ends:
+                if tries >= _TRIES and run.state != "draining":
                     raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
             self.state.pid = 0
             on_change()
@@ -181,22 +181,13 @@ class EmbeddedServer(ABC):
 
 
 class EmbeddedNats(EmbeddedServer):
-    """nats-server with JetStream.
-
-    token: letters and digits that clients must present; empty: clients need no token. It is in a
-    file of `directory` that only its owner can read.
-    """
+    """nats-server with JetStream. private: clients need the token of a file."""
 
     name = "nats-server"
 
-    def __init__(self, directory: Path, port: int = 0, *, token: str = ""):
-        super().__init__(directory, port)
-        self._token = token
-
     @property
     def url(self) -> str:
-        """The server's URL, with the name of the token's file."""
-        query = f"?login={quote(str(self._login))}" if self._token else ""
+        query = f"?login={quote(str(self._login))}" if self._private else ""
         return f"nats://127.0.0.1:{self.port}{query}"
 
     @property
@@ -205,35 +196,31 @@ class EmbeddedNats(EmbeddedServer):
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
-        access = f'authorization {{ token: "{self._token}" }}\n' if self._token else ""
         content = (
             f"host: 127.0.0.1\nport: {self.port}\n"
             "max_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.directory.resolve()}" }}\n'
         )
-        write_private(config, (content + access).encode())
-        if self._token:
-            write_private(self._login, self._token.encode())
+        if self._private:
+            if not self._login.exists():
+                write_private(self._login, secrets.token_hex(16).encode())
+            content += f'authorization {{ token: "{self._login.read_text()}" }}\n'
+        write_private(config, content.encode())
         return [program("nats-server"), "-c", str(config.resolve())]
 
 
 class EmbeddedEtcd(EmbeddedServer):
     """A single etcd without disk syncs.
 
-    private: it answers only clients with the key that is in `directory`, over TLS. etcd's own
-    users are not enough: without a user anybody may list and revoke leases that have no keys yet,
-    and raise the alarm that makes etcd refuse writes.
+    private: clients need a key, over TLS. etcd's own users are not enough: without a user anybody
+    may list and revoke leases that have no keys yet, and raise the alarm that makes etcd refuse
+    writes.
     """
 
     name = "etcd"
 
-    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
-        super().__init__(directory, port)
-        self._private = private
-
     @property
     def url(self) -> str:
-        """The server's URL, with the names of a client's files."""
         if not self._private:
             return self.listening
         named = (f"{name}={quote(path)}" for name, path in self._files.items())

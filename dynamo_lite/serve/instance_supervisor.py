@@ -165,7 +165,12 @@ class InstanceSupervisor:
             # `stop` or `kill` during the spawn had no process to signal.
             if self._stopping.is_set():
                 terminate(process)
-            code = await self._until_end(process, reports)
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(reports))
+                code = await process.wait()
+                # A grandchild may hold the pipe open: wait for the last lines, not for its end.
+                await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
+                reader.cancel()
             lease = self.state.lease
             if code != 0 and self.state.state == "ready":
                 self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
@@ -201,17 +206,6 @@ class InstanceSupervisor:
         except OSError as exc:
             why = f"{self.launch.name}: cannot start its process: {exc}"
             raise StartupError(why) from exc
-
-    async def _until_end(
-        self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader
-    ) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._read(reports))
-            code = await process.wait()
-            # A grandchild may hold the pipe open: wait for the last lines, not for its end.
-            await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
-            reader.cancel()
-        return code
 
     async def _read(self, reports: asyncio.StreamReader) -> None:
         while True:

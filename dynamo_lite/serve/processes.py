@@ -34,8 +34,6 @@ def signal_group(group: int, sig: int) -> bool:
         os.killpg(group, sig)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,13 +19,7 @@ import msgspec
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import (
-    is_loopback,
-    parse_etcd_url,
-    parse_nats_url,
-    redact,
-)
-from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.address import is_loopback, parse_etcd_url, parse_nats_url, redact
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
@@ -33,7 +27,7 @@ from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.services import PLANNER, Service
+from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
 from dynamo_lite.vllm.compat import require_tested, vllm_version
 from dynamo_lite.vllm.edge_choice import obstacles
@@ -108,17 +102,6 @@ def make_demo_model(services: Sequence[ServiceConfig]) -> None:
     asyncio.run(output_of(failed, command, env, b"", _DEMO_MODEL_TIMEOUT_S))
 
 
-def check_arguments(
-    config: GraphConfig, document: Document, *, allow_untested: bool = False
-) -> None:
-    """What vLLM says about the configuration. Raises ConfigError for all mistakes of the document,
-    and what `check_vllm_arguments` raises."""
-    check_vllm_arguments(config, document, allow_untested=allow_untested)
-    if not document.mistakes:
-        check_edge(config, document)
-    document.raise_mistakes()
-
-
 def check_planner(config: GraphConfig, document: Document) -> None:
     """Adds to the document's mistakes what contradicts itself in the planner's options."""
     planner = config.get(PLANNER.name)
@@ -143,16 +126,13 @@ def check_vllm_arguments(
     require_tested(vllm_version(), allow_untested=allow_untested)
     sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
     for mistake in _ask_vllm(json.dumps(sections, default=str)):
-        service = services[mistake["section"]].service
-        document.complain((service.name, mistake["key"]), _verdict(service, mistake))
-
-
-def _verdict(service: Service, mistake: Mistake) -> str:
-    """The message for a mistake. An unknown key may be a misspelt one of the service's own."""
-    if mistake["message"] != UNKNOWN_KEY:
-        return mistake["message"]
-    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
-    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+        key, message, service = mistake["key"], mistake["message"], mistake["section"]
+        if message == UNKNOWN_KEY:
+            # It may be a misspelt one of the service's own.
+            accepted = accepted_keys(services[service].service)
+            message = unknown_key(key, accepted, mistake["nearest"])
+            message += ", and vLLM's own arguments (`vllm serve --help=all`)"
+        document.complain((service, key), message)
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
@@ -184,28 +164,15 @@ def check_edge(config: GraphConfig, document: Document) -> None:
             document.complain(path, f"not with `edge: rust`: {obstacle.reason}")
 
 
-def check_certificates(
-    folder: Path | None,
-    namespace: str,
-    components: Iterable[str],
-    bind_host: str,
-    option: str = "Graph.bind-host",
-) -> None:
-    """Raises ConfigError unless the components' certificates can be used; without a folder, if
-    processes of other hosts would reach these components.
-
-    bind_host: where they listen. option: the name of that.
-    """
-    if folder is not None:
-        for component in components:
-            Certificates(folder, namespace, component)
-    elif not is_loopback(bind_host):
-        named = "--certificates" if option.startswith("--") else "Graph.certificates"
+def check_bind_host(bind_host: str, namespace: str, option: str, certificates: str) -> None:
+    """Raises ConfigError if processes of other hosts would reach those that listen there: without
+    certificates they must not. option, certificates: what names the host, and their folder."""
+    if not is_loopback(bind_host):
         raise ConfigError(
             [
                 f"{option}: {bind_host} is reachable from other hosts, so processes that"
                 " listen there need certificates: make them (dynamo-lite access certs DIR"
-                f" --namespace {namespace}) and name their folder, {named}"
+                f" --namespace {namespace}) and name their folder, {certificates}"
             ]
         )
 

@@ -54,8 +54,8 @@ class Supervisor:
         self._servers, self._stop, self._force = servers, stop, force
         #: Set after each change of a process.
         self._changed = asyncio.Event()
-        #: The tasks of the keepers while `run` runs.
-        self._tasks: asyncio.TaskGroup | None = None
+        #: The tasks of the keepers.
+        self._tasks = asyncio.TaskGroup()
         run.servers = [server.state for server in self._servers]
         self._services = {service.service.name: service for service in services}
         self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}
@@ -73,10 +73,9 @@ class Supervisor:
         no process is left running then.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+            async with self._tasks as tasks:
                 watching = [
-                    tasks.create_task(server.keep(self._progress, self._on_change))
+                    tasks.create_task(server.keep(self._progress, self._run, self._on_change))
                     for server in self._servers
                 ]
                 for instance in self.instances:
@@ -107,7 +106,7 @@ class Supervisor:
         Raises Refused when that is not possible; the error says what is accepted.
         """
         tasks, component = self._tasks, order.component
-        if tasks is None or self._run.state != "ready":
+        if self._run.state != "ready":
             raise _refused(f"the graph is {self._run.state}; it must be ready")
         while (number := self._number(component)) < order.count:
             instance = self._add(component)
@@ -159,8 +158,6 @@ class Supervisor:
         say(f"ready {' '.join(one.launch.name for one in self.instances)}", sys.stdout)
 
     async def _drain(self) -> None:
-        for server in self._servers:
-            server.graph_ends = True
         self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:
@@ -187,10 +184,9 @@ class Supervisor:
             instance.kill()
 
     def _on_change(self) -> None:
-        facts = [instance.facts for instance in self.instances if instance.state.state == "ready"]
-        urls = [str(fact["url"]) for fact in facts if fact.get("url")]
-        if urls:
-            self._run.http = urls[0]
+        ready = [one.facts for one in self.instances if one.state.state == "ready"]
+        urls = [str(facts["url"]) for facts in ready if facts.get("url")]
+        self._run.http = next(iter(urls), self._run.http)
         self._changed.set()
         self._run.processes = [instance.state for instance in self.instances]
         try:
