@@ -92,7 +92,7 @@ def hold(
     else:
         folders = (state_dir / "lone" / f"{config.only}-{n}" for n in itertools.count())
         directory = next(folder for folder in folders if lock(folder, stack))
-    services = [stack.enter_context(startup_checks.held_port(one)) for one in config.here]
+    services = [startup_checks.hold_port(one, stack) for one in config.here]
     for service in services:
         startup_checks.check_model(service)
     return directory, services

@@ -95,11 +95,8 @@ def parse_yaml(text: str, where: str) -> Any:
         # Options reach vLLM and the processes as JSON, which has no keys that are dates.
         json.dumps(value, default=str)
         return value
-    except (yaml.YAMLError, ValueError, TypeError) as exc:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as exc:
         raise ConfigError([f"{where}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
-    except RecursionError as exc:
-        why = "a value contains itself through an alias"
-        raise ConfigError([f"{where}: not valid YAML: {why}"]) from exc
 
 
 def _note_origins(document: Document, node: yaml.Node | None, path: KeyPath) -> None:

@@ -119,7 +119,7 @@ class InstanceSupervisor:
             self._error = ""
             try:
                 code = await self._run()
-                what = f"ended ({exit_text(code)})"
+                what = f"ended ({exit_text(code)})" + (f": {self._error}" if self._error else "")
                 if self._stopping.is_set() or (self.was_ready and (code == 0 or self._leaves)):
                     self._change("stopped")
                     self._line(f"left the graph ({exit_text(code)})")
@@ -130,10 +130,15 @@ class InstanceSupervisor:
                 if not self.was_ready:
                     raise
                 # A file, memory or a process id may be missing for a while only.
-                self._error, what = str(exc), "not started"
+                what = f"not started: {exc}"
             self._leaves = False
             failures, delay_s = self._backoff.after_exit(failures, time.monotonic() - began)
-            await self._pause(what, delay_s)
+            self.state.restarts, self.state.state = self.state.restarts + 1, "backoff"
+            self._on_change()
+            self._line(f"{what}; restarting in {delay_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
 
     def stop(self) -> None:
         """Drains it (SIGTERM to it alone: it ends its own processes), without a restart.
@@ -171,9 +176,9 @@ class InstanceSupervisor:
                 # A grandchild may hold the pipe open: wait for the last lines, not for its end.
                 await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
                 reader.cancel()
-            lease = self.state.lease
+            lease, self.state.lease = self.state.lease, ""
+            self.state.pid, self.state.status_url = 0, ""
             if code != 0 and self.state.state == "ready":
-                self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
                 self._change("backoff")
             if code != 0 and lease:
                 # A killed process has not revoked its lease itself. Others hear of its death
@@ -183,7 +188,6 @@ class InstanceSupervisor:
             return code
         finally:
             self._process = None
-            self.state.pid, self.state.status_url = 0, ""
             await end_group(process, _END_TIMEOUT_S)
 
     async def _spawn(self, reports: asyncio.StreamReader) -> asyncio.subprocess.Process:
@@ -239,16 +243,6 @@ class InstanceSupervisor:
                 self._on_change()
             case "failed":
                 self._error = str(report.get("error", ""))
-
-    async def _pause(self, what: str, delay_s: float) -> None:
-        self.state.restarts += 1
-        self.state.lease, self.state.state = "", "backoff"
-        self._on_change()
-        why = f": {self._error}" if self._error else ""
-        self._line(f"{what}{why}; restarting in {delay_s:g} s")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._stopping.wait()
 
     def _change(self, state: str) -> None:
         if self.state.state != state:

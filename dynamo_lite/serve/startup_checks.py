@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,18 +40,16 @@ _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 
 
-@contextlib.contextmanager
-def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+def hold_port(service: ServiceConfig, stack: contextlib.ExitStack) -> ServiceConfig:
     """Raises StartupError unless the service's HTTP server can listen, if it has one. What else a
     process opens, it reports itself before it loads anything.
 
-    The port of several processes is kept: while the context is open, only they can listen on it,
+    The port of several processes is kept: until the stack is closed, only they can listen on it,
     with SO_REUSEPORT. The result has the real port in place of 0.
     """
     host, port = service.options.get("host"), service.options.get("port")
     if not service.workers or host is None or port is None:
-        yield service
-        return
+        return service
     try:
         # It never listens, so it gets no connections.
         holder = bind(host, port)
@@ -59,17 +57,16 @@ def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
         name = service.service.name
         how = f"choose another: --{name}.port=... or --{name}.host=..."
         raise StartupError(f"{name}.port: {exc}; {how}") from exc
-    with holder:
-        if service.workers < 2:
-            holder.close()
-            yield service
-            return
-        # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
-        # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
-        # does not listen.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
+    if service.workers == 1:
+        holder.close()
+        return service
+    stack.enter_context(holder)
+    # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
+    # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
+    # does not listen.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
 def check_model(service: ServiceConfig) -> None:
@@ -140,10 +137,7 @@ def _ask_vllm(question: str) -> list[Mistake]:
     failed, env = "vLLM's argument parser failed", child_environment({})
     command = (sys.executable, "-m", "dynamo_lite.vllm.args")
     asked = output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S)
-    try:
-        return json.loads(asyncio.run(asked))["mistakes"]
-    except (ValueError, LookupError, TypeError) as exc:
-        raise StartupError(f"{failed}: {exc}") from exc
+    return json.loads(asyncio.run(asked))["mistakes"]
 
 
 def check_edge(config: GraphConfig, document: Document) -> None:
