@@ -103,14 +103,12 @@ def _note_origins(document: Document, node: yaml.Node | None, path: KeyPath) -> 
     """Records the line of every key and reports duplicate keys."""
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: set[str] = set()
     for key_node, value_node in node.value:
         if (key := str(key_node.value)) == "<<":
             continue
         here, where = (*path, key), f"{document.source}:{key_node.start_mark.line + 1}"
-        if key in seen:
+        if here in document.origins:
             document.mistakes.append(f"{where}: {'.'.join(here)}: duplicate key")
-        seen.add(key)
         document.origins[here] = where
         _note_origins(document, value_node, here)
 
