@@ -6,11 +6,11 @@ package (see setup.py). A file of the same name in the working directory goes fi
 
 import ast
 import importlib
-import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import dynamo_lite
 from dynamo_lite.protocol.errors import ConfigError
@@ -39,7 +39,7 @@ def load_graph(name: str) -> Graph:
     return graph
 
 
-def _import(name: str, module_name: str) -> ModuleType:
+def _import(name: str, module_name: str) -> ModuleType | SimpleNamespace:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -49,13 +49,10 @@ def _import(name: str, module_name: str) -> ModuleType:
             raise ConfigError([f"graph {name}: {why}"]) from exc
         package, _, stem = module_name.rpartition(".")
         path = packaged_file(GRAPHS, f"{stem}.py") if package == GRAPHS else None
-        spec = path and importlib.util.spec_from_file_location(f"dynamo_lite.{module_name}", path)
-        if not spec or spec.loader is None:
+        if path is None:
             where = f"no module {module_name} in {os.getcwd()}"
             raise ConfigError([f"graph {name}: {where}; {_LISTED}"]) from exc
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def packaged_file(folder: str, name: str) -> Path | None:
