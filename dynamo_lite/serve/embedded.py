@@ -117,12 +117,8 @@ class EmbeddedServer(ABC):
         Raises StartupError when it does not become ready; nothing of it is left then.
         """
         await self.__aexit__()
-        try:
-            # Otherwise a foreign server on this port could answer the readiness probe.
-            bind("127.0.0.1", self.port).close()
-        except StartupError as exc:
-            why = f"port {self.port} is in use; stop the process that has it"
-            raise StartupError(f"{self.name}: {why}") from exc
+        # Otherwise a foreign server on this port could answer the readiness probe.
+        bind("127.0.0.1", self.port).close()
         try:
             with self._log_path.open("ab") as log:
                 self._log_begin = log.tell()
