@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.processes import is_alive
 
 
@@ -58,13 +57,6 @@ class RunState(msgspec.Struct, kw_only=True):
     processes: list[ProcessState] = []
     #: The embedded servers.
     servers: list[ServerState] = []
-
-    def nats_url(self, component: str) -> str:
-        """With the component's certificate, where the URL names none."""
-        return with_files(self.nats, self.folder, component)
-
-    def etcd_url(self, component: str) -> str:
-        return with_files(self.etcd, self.folder, component)
 
     @property
     def folder(self) -> Path | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts, Want
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.serve.config import ServiceConfig
@@ -49,7 +50,7 @@ class Supervisor:
         progress: Progress,
     ):
         self._request, self._grace_s = request, request.config.shared.grace_s
-        self._etcd_url = run.etcd_url(services[0].service.name)
+        self._etcd_url = with_files(run.etcd, run.folder, services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
         self._servers, self._stop, self._force = servers, stop, force
         #: Set after each change of a process.

@@ -43,7 +43,7 @@ class World(Supervisor):
         tiers = [service("Frontend", 1, 0), service(D, 1, decode_devices), service(P, prefill, 1)]
         shared, names = SimpleNamespace(grace_s=1.0), [f"gpu{n}" for n in range(devices)]
         request: Any = SimpleNamespace(config=SimpleNamespace(shared=shared, devices=names))
-        run: Any = SimpleNamespace(etcd_url=lambda name: "")
+        run: Any = SimpleNamespace(etcd="", folder=None)
         stop, force = StopRequest(), asyncio.Event()
         super().__init__(request, tiers, [], Path(), run, stop, force, Progress())
 
