@@ -133,7 +133,8 @@ class InstanceSupervisor:
                 what = f"not started: {exc}"
             self._leaves = False
             failures, delay_s = self._backoff.after_exit(failures, time.monotonic() - began)
-            self.state.restarts, self.state.state = self.state.restarts + 1, "backoff"
+            self.state.restarts += 1
+            self.state.lease, self.state.state = "", "backoff"
             self._on_change()
             self._line(f"{what}; restarting in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
@@ -176,9 +177,10 @@ class InstanceSupervisor:
                 # A grandchild may hold the pipe open: wait for the last lines, not for its end.
                 await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
                 reader.cancel()
-            lease, self.state.lease = self.state.lease, ""
+            lease = self.state.lease
             self.state.pid, self.state.status_url = 0, ""
             if code != 0 and self.state.state == "ready":
+                self.state.lease = ""
                 self._change("backoff")
             if code != 0 and lease:
                 # A killed process has not revoked its lease itself. Others hear of its death
