@@ -134,33 +134,24 @@ def serve(
     The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
     processes exit. A second one kills all processes.
     """
-    from dynamo_lite.serve.command import check_quickly, run
+    from dynamo_lite.serve.command import check_arguments, run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
     from dynamo_lite.serve.graphs import config_file, load_graph
     from dynamo_lite.serve.launches import ServeRequest
-    from dynamo_lite.serve.startup_checks import (
-        check_edge,
-        check_planner,
-        check_urls,
-        check_vllm_arguments,
-    )
+    from dynamo_lite.serve.startup_checks import check_planner, check_urls
 
     check_urls(nats_url, etcd_url)
     value = load_graph(graph)
     if file is not None and (found := config_file(file)) != file:
         print(f"{file}: the packaged file, {found}", file=sys.stderr)
         file = found
-    document = read_document(file, context.args)
-    config = resolve(value, document, namespace=namespace, only=service_name)
+    named = [] if namespace is None else [f"--Graph.namespace={json.dumps(namespace)}"]
+    document = read_document(file, [*context.args, *named])
+    config = resolve(value, document, only=service_name)
     check_planner(config, document)
-    if not document.mistakes and not dry_run:
-        check_quickly(config, state_dir)
-    check_vllm_arguments(config, document, allow_untested=allow_untested_vllm)
-    if not document.mistakes:
-        check_edge(config, document)
-    document.raise_mistakes()
     if dry_run:
+        check_arguments(config, document, allow_untested=allow_untested_vllm)
         print(_as_yaml(graph, config), end="")
         return
     request = ServeRequest(
@@ -173,7 +164,7 @@ def serve(
         log_format=log_format,
         log_to_stderr=log_to == "stderr",
     )
-    raise typer.Exit(run(request))
+    raise typer.Exit(run(request, document, allow_untested=allow_untested_vllm))
 
 
 @app.command("examples")

@@ -104,7 +104,7 @@ def join(
     from dynamo_lite.forward.join import JoinOptions, run
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.serve.progress import Progress
-    from dynamo_lite.serve.startup_checks import check_certificates, check_urls
+    from dynamo_lite.serve.startup_checks import check_bind_host, check_urls
 
     if protocol == "neuron-static":
         raise ConfigError(
@@ -130,7 +130,8 @@ def join(
     )
     place = graph.place(component)
     check_urls(None, place.etcd_url)
-    check_certificates(place.folder, place.namespace, [component], bind_host, "--bind-host")
+    if place.certificates() is None:
+        check_bind_host(bind_host, place.namespace, "--bind-host", "--certificates")
     spec = ProcessSpec(
         namespace=place.namespace,
         component=component,

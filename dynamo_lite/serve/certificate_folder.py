@@ -91,11 +91,8 @@ def _new_authority(namespace: str) -> _Pair:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"dynamo-lite {namespace}")])
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     unused = dict.fromkeys(("digital_signature", *others, "encipher_only", "decipher_only"), False)
-    critical = (
-        x509.BasicConstraints(ca=True, path_length=0),
-        x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused),
-    )
-    return _certificate(name, _AUTHORITY_DAYS, critical)
+    usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused)
+    return _certificate(name, _AUTHORITY_DAYS, x509.BasicConstraints(True, 0), (usage, True))
 
 
 def _issue(authority: _Pair, names: list[x509.GeneralName]) -> _Pair:
@@ -103,27 +100,27 @@ def _issue(authority: _Pair, names: list[x509.GeneralName]) -> _Pair:
     subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "dynamo-lite")])
     # Workers are servers and clients; so are servers of NATS and etcd, of each other.
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key())
     return _certificate(
         subject,
         _DAYS,
-        [x509.BasicConstraints(ca=False, path_length=None)],
-        [
-            x509.ExtendedKeyUsage(both),
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key()),
-            x509.SubjectAlternativeName(names),
-        ],
-        authority,
+        x509.BasicConstraints(False, None),
+        (x509.ExtendedKeyUsage(both), False),
+        (issuer, False),
+        (x509.SubjectAlternativeName(names), False),
+        authority=authority,
     )
 
 
 def _certificate(
     subject: x509.Name,
     days: int,
-    critical: Iterable[x509.ExtensionType],
-    others: Iterable[x509.ExtensionType] = (),
+    basic: x509.BasicConstraints,
+    *extensions: tuple[x509.ExtensionType, bool],
     authority: _Pair | None = None,
 ) -> _Pair:
-    """With a new key. critical, others: its extensions. Without an authority it is its own."""
+    """With a new key. extensions: each with whether it is critical. Without an authority it is its
+    own."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer, signer = (subject, key) if authority is None else (authority[0].subject, authority[1])
     now = datetime.datetime.now(datetime.UTC)
@@ -135,11 +132,10 @@ def _certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BEFORE)
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    for extensions, is_critical in ((critical, True), (others, False)):
-        for extension in extensions:
-            builder = builder.add_extension(extension, critical=is_critical)
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    for extension, critical in ((basic, True), (own, False), *extensions):
+        builder = builder.add_extension(extension, critical)
     return builder.sign(signer, hashes.SHA256()), key
 
 

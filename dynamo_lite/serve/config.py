@@ -20,13 +20,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import NaturalOption, PortOption, SecondsOption
 from dynamo_lite.runtime.tracing import TracingOptions, check_endpoint
 from dynamo_lite.serve.child_environment import DEVICES
-from dynamo_lite.serve.document import Document, KeyPath, field_keys, fill, kebab, unknown_key
-from dynamo_lite.serve.services.services import (
-    EVERY_SERVICE,
-    ROUTER,
-    Graph,
-    Service,
-)
+from dynamo_lite.serve.document import Document, field_keys, fill, kebab, unknown_key
+from dynamo_lite.serve.services.services import EVERY_SERVICE, ROUTER, Graph, Service
 
 #: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")
@@ -126,23 +121,19 @@ def _occupied(services: Iterable[ServiceConfig]) -> int:
     return sum(c.workers * c.devices for c in services)
 
 
-def resolve(
-    graph: Graph, document: Document, *, namespace: str | None = None, only: str | None = None
-) -> GraphConfig:
+def resolve(graph: Graph, document: Document, *, only: str | None = None) -> GraphConfig:
     """Applies the document to the graph.
 
     Mistakes are added to the document: call its `raise_mistakes` before starting anything.
 
-    Args:
-        namespace: overrides the document's.
-        only: the service to start alone.
+    only: the service to start alone.
     """
     _check_sections(document, graph)
     startable = [service.name for service in graph.services]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
         document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
-    shared = _shared_options(document, namespace)
+    shared = _shared_options(document)
     common, used = document.section("Common"), set[str]()
     services: list[ServiceConfig] = []
     for service in graph.services:
@@ -175,11 +166,8 @@ def accepted_keys(service: Service) -> list[str]:
     return [*field_keys(service.config), *_SERVICE_KEYS]
 
 
-def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
+def _shared_options(document: Document) -> GraphOptions:
     given = document.section("Graph")
-    if namespace is not None:
-        given = {**given, "namespace": namespace}
-        document.origins["Graph", "namespace"] = "--namespace"
     options = fill(document, ("Graph",), GraphOptions, given) or GraphOptions()
     if not names.is_namespace(options.namespace):
         message = "a namespace has at most 63 lower-case letters, digits and dashes"
@@ -196,10 +184,15 @@ def _resolve_service(
     """common: the keys of `Common` that it takes."""
     path, own = (service.name,), field_keys(service.config)
     content = common | {key: value for key, value in section.items() if key not in _SERVICE_KEYS}
-    options, flags = content, {}
+    options, flags = content, dict[str, Any]()
     if service.flags != "none":
+        # Only vLLM's parsers can check its arguments.
+        flags = {str(key): value for key, value in content.items() if key not in own}
         options = {key: value for key, value in content.items() if key in own}
-        flags = _flags(path, document, {k: v for k, v in content.items() if k not in own})
+        if isinstance(model := flags.get("model"), str):
+            flags["model"] = os.path.expanduser(model)  # vLLM does not
+        else:
+            document.complain((*path, "model"), "expected the path or the name of a model")
     accepted = accepted_keys(service)
     filled = fill(document, path, service.config, options, service.defaults, accepted)
     given, path = document.section(service.name, "ServiceArgs"), (service.name, "ServiceArgs")
@@ -207,15 +200,10 @@ def _resolve_service(
     if args.devices and DEVICES in args.env:
         why = f"Graph.devices sets {DEVICES}; remove it from ServiceArgs.env"
         document.complain((*path, "devices"), why)
-    started: dict[str, Any] = vars(args) | {
-        "env": {name: str(value) for name, value in args.env.items()}
-    }
-    return ServiceConfig(
-        service=service,
-        options={} if filled is None else asdict(filled),
-        flags=flags,
-        **started,
-    )
+    options = {} if filled is None else asdict(filled)
+    env = {name: str(value) for name, value in args.env.items()}
+    started: dict[str, Any] = vars(args) | {"env": env}
+    return ServiceConfig(service=service, options=options, flags=flags, **started)
 
 
 def _from_common(
@@ -233,25 +221,6 @@ def _from_common(
         else:
             document.complain(where, f"{key}: {unknown_key(str(key), common)}")
     return taken
-
-
-def _flags(path: KeyPath, document: Document, given: dict[str, Any]) -> dict[str, Any]:
-    """Checks what can be checked of vLLM's arguments without importing vLLM.
-
-    Returns those that only vLLM's parsers can check.
-    """
-    flags: dict[str, Any] = {}
-    for name, value in given.items():
-        key, where = str(name), (*path, str(name))
-        if key != kebab(key):
-            document.complain(where, f"keys are written in kebab-case: {kebab(key)}")
-        else:
-            flags[key] = value
-    if isinstance(model := flags.get("model"), str):
-        flags["model"] = os.path.expanduser(model)  # vLLM does not
-    else:
-        document.complain((*path, "model"), "expected the path or the name of a model")
-    return flags
 
 
 def _check_sections(document: Document, graph: Graph) -> None:

@@ -95,25 +95,20 @@ def parse_yaml(text: str, where: str) -> Any:
         # Options reach vLLM and the processes as JSON, which has no keys that are dates.
         json.dumps(value, default=str)
         return value
-    except (yaml.YAMLError, ValueError, TypeError) as exc:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as exc:
         raise ConfigError([f"{where}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
-    except RecursionError as exc:
-        why = "a value contains itself through an alias"
-        raise ConfigError([f"{where}: not valid YAML: {why}"]) from exc
 
 
 def _note_origins(document: Document, node: yaml.Node | None, path: KeyPath) -> None:
     """Records the line of every key and reports duplicate keys."""
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: set[str] = set()
     for key_node, value_node in node.value:
         if (key := str(key_node.value)) == "<<":
             continue
         here, where = (*path, key), f"{document.source}:{key_node.start_mark.line + 1}"
-        if key in seen:
+        if here in document.origins:
             document.mistakes.append(f"{where}: {'.'.join(here)}: duplicate key")
-        seen.add(key)
         document.origins[here] = where
         _note_origins(document, value_node, here)
 

@@ -6,8 +6,10 @@ start on the same directory and port finds the data of the first.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -29,7 +31,7 @@ from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.certificate_folder import make_certificates
 from dynamo_lite.serve.processes import end_group, free_port, output_of, start_group
 from dynamo_lite.serve.progress import Progress, exit_text
-from dynamo_lite.serve.run_state import ServerState, write_private
+from dynamo_lite.serve.run_state import RunState, ServerState, write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
@@ -45,19 +47,17 @@ _CAUSE = re.compile(r'"msg":"([^"]+)".*?"error":"([^"]+)"|\[FTL\] (.*)')
 class EmbeddedServer(ABC):
     """Starts one server program, waits until it is ready, restarts it, ends its process group.
 
-    port: 0 takes a free one.
+    port: 0 takes a free one. private: it answers only who can read the files of `directory` that
+    its `url` names.
     """
 
     name = ""
 
-    def __init__(self, directory: Path, port: int = 0):
+    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
         self.directory = Path(directory)
-        self.port = port or free_port()
-        self._drawn = not port
+        self.port, self._private = port, private
         #: Its entry in run.json.
         self.state = ServerState(name=self.name, pid=0)
-        #: Set during a drain: failed restarts no longer raise.
-        self.graph_ends = False
         self._process: asyncio.subprocess.Process | None = None
         #: Of a client, where the server wants TLS.
         self._context: ssl.SSLContext | None = None
@@ -74,40 +74,36 @@ class EmbeddedServer(ABC):
         assert self._process is not None
         return await self._process.wait()
 
-    async def keep(self, progress: Progress, on_change: Callable[[], None]) -> None:
+    async def keep(self, progress: Progress, run: RunState, on_change: Callable[[], None]) -> None:
         """Restarts it after every end, until this is cancelled. Raises StartupError when it cannot
-        be started.
+        be started, unless the graph is draining.
 
         on_change: called after each change of `state`.
         """
-        began, failures, tries = time.monotonic(), 0, 0
-        what = f"ended ({exit_text(await self.exited())})"
+        failures, tries, what = 0, 0, ""
         while True:
+            began = time.monotonic()
+            try:
+                if what:
+                    await self.restart()
+                    self.state.restarts, tries = self.state.restarts + 1, 0
+                    on_change()
+                    progress.line(self.name, "restarted")
+                what = f"ended ({exit_text(await self.exited())})"
+            except StartupError as exc:
+                tries, what = tries + 1, str(exc)
+                if tries >= _TRIES and run.state != "draining":
+                    raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
             self.state.pid = 0
             on_change()
             failures, delay_s = _BACKOFF.after_exit(failures, time.monotonic() - began)
-            began = time.monotonic()
-            if failures == 1:
-                delay_s = 0.0  # every process needs the server: only repeated failures are delayed
             progress.line(self.name, f"{what}; restarting in {delay_s:g} s")
             await asyncio.sleep(delay_s)
-            try:
-                await self.restart()
-            except StartupError as exc:
-                tries, what = tries + 1, str(exc)
-                if tries >= _TRIES and not self.graph_ends:
-                    raise StartupError(f"{self.name} cannot be restarted: {exc}") from exc
-                continue
-            self.state.restarts, tries = self.state.restarts + 1, 0
-            on_change()
-            progress.line(self.name, "restarted")
-            what = f"ended ({exit_text(await self.exited())})"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        while self._drawn and self._port_is_taken():
-            self.port = free_port()
+        self.port = self.port or free_port()
         await self.restart()
         return self
 
@@ -121,10 +117,8 @@ class EmbeddedServer(ABC):
         Raises StartupError when it does not become ready; nothing of it is left then.
         """
         await self.__aexit__()
-        if self._port_is_taken():
-            # Otherwise a foreign server on this port could answer the readiness probe.
-            why = f"port {self.port} is in use; stop the process that has it"
-            raise StartupError(f"{self.name}: {why}")
+        # Otherwise a foreign server on this port could answer the readiness probe.
+        bind("127.0.0.1", self.port).close()
         try:
             with self._log_path.open("ab") as log:
                 self._log_begin = log.tell()
@@ -138,30 +132,21 @@ class EmbeddedServer(ABC):
                 )
         except OSError as exc:
             raise StartupError(f"{self.name}: cannot start its process: {exc}") from exc
-        try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
-                while self._process.returncode is None:
-                    if await self._is_ready():
-                        break
-                    # The programs have no readiness hook, so this polls.
-                    await asyncio.sleep(_PROBE_INTERVAL_S)
-            why = "" if self._process.returncode is None else "ended while it started"
-        except TimeoutError:
-            why = f"was not ready within {_READY_TIMEOUT_S:g} s"
-        except BaseException:
-            await self.__aexit__()
-            raise
-        if why:
-            await self.__aexit__()
-            raise StartupError(f"{self.name} {why}; {self._log_tail()}")
+        why = f"was not ready within {_READY_TIMEOUT_S:g} s"
+        async with contextlib.AsyncExitStack() as unready:
+            unready.push_async_exit(self)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_READY_TIMEOUT_S):
+                    while self._process.returncode is None:
+                        if await self._is_ready():
+                            break
+                        # The programs have no readiness hook, so this polls.
+                        await asyncio.sleep(_PROBE_INTERVAL_S)
+                    why = "" if self._process.returncode is None else "ended while it started"
+            if why:
+                raise StartupError(f"{self.name} {why}; {self._log_tail()}")
+            unready.pop_all()
         self.state.pid = self.pid
-
-    def _port_is_taken(self) -> bool:
-        try:
-            bind("127.0.0.1", self.port).close()
-        except StartupError:
-            return True
-        return False
 
     @property
     def _log_path(self) -> Path:
@@ -169,10 +154,7 @@ class EmbeddedServer(ABC):
 
     def _log_tail(self) -> str:
         """The cause that its log names since the start, or else the last lines."""
-        try:
-            log = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace")
-        except OSError:
-            log = ""
+        log = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace")
         causes = [": ".join(filter(None, found)) for found in _CAUSE.findall(log)]
         return f"its log {self._log_path} ends: " + " | ".join(causes[-1:] or log.splitlines()[-3:])
 
@@ -195,22 +177,13 @@ class EmbeddedServer(ABC):
 
 
 class EmbeddedNats(EmbeddedServer):
-    """nats-server with JetStream.
-
-    token: letters and digits that clients must present; empty: clients need no token. It is in a
-    file of `directory` that only its owner can read.
-    """
+    """nats-server with JetStream. private: clients need the token of a file."""
 
     name = "nats-server"
 
-    def __init__(self, directory: Path, port: int = 0, *, token: str = ""):
-        super().__init__(directory, port)
-        self._token = token
-
     @property
     def url(self) -> str:
-        """The server's URL, with the name of the token's file."""
-        query = f"?login={quote(str(self._login))}" if self._token else ""
+        query = f"?login={quote(str(self._login))}" if self._private else ""
         return f"nats://127.0.0.1:{self.port}{query}"
 
     @property
@@ -219,35 +192,31 @@ class EmbeddedNats(EmbeddedServer):
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
-        access = f'authorization {{ token: "{self._token}" }}\n' if self._token else ""
         content = (
             f"host: 127.0.0.1\nport: {self.port}\n"
             "max_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.directory.resolve()}" }}\n'
         )
-        write_private(config, (content + access).encode())
-        if self._token:
-            write_private(self._login, self._token.encode())
+        if self._private:
+            if not self._login.exists():
+                write_private(self._login, secrets.token_hex(16).encode())
+            content += f'authorization {{ token: "{self._login.read_text()}" }}\n'
+        write_private(config, content.encode())
         return [program("nats-server"), "-c", str(config.resolve())]
 
 
 class EmbeddedEtcd(EmbeddedServer):
     """A single etcd without disk syncs.
 
-    private: it answers only clients with the key that is in `directory`, over TLS. etcd's own
-    users are not enough: without a user anybody may list and revoke leases that have no keys yet,
-    and raise the alarm that makes etcd refuse writes.
+    private: clients need a key, over TLS. etcd's own users are not enough: without a user anybody
+    may list and revoke leases that have no keys yet, and raise the alarm that makes etcd refuse
+    writes.
     """
 
     name = "etcd"
 
-    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
-        super().__init__(directory, port)
-        self._private = private
-
     @property
     def url(self) -> str:
-        """The server's URL, with the names of a client's files."""
         if not self._private:
             return self.listening
         named = (f"{name}={quote(path)}" for name, path in self._files.items())
@@ -266,8 +235,6 @@ class EmbeddedEtcd(EmbeddedServer):
 
     async def __aenter__(self) -> Self:
         if self._private:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.directory.chmod(0o700)
             folder = self.directory.resolve()
             make_certificates(folder, "etcd", ["etcd-server"], ["127.0.0.1"], servers=True)
             self._context = files_of(folder, "etcd-server").context()
@@ -358,7 +325,7 @@ def fresh_folder(state_dir: Path, server: str) -> Path:
     try:
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)
     except OSError as exc:
         raise StartupError(f"cannot use the embedded server's folder {folder}: {exc}") from exc
     return folder

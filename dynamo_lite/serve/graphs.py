@@ -6,11 +6,11 @@ package (see setup.py). A file of the same name in the working directory goes fi
 
 import ast
 import importlib
-import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import dynamo_lite
 from dynamo_lite.protocol.errors import ConfigError
@@ -39,30 +39,20 @@ def load_graph(name: str) -> Graph:
     return graph
 
 
-def _import(name: str, module_name: str) -> ModuleType:
+def _import(name: str, module_name: str) -> ModuleType | SimpleNamespace:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
         missing = exc.name or module_name
         if not f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                [f"graph {name}: its module imports {missing}, which is not installed"]
-            ) from exc
-        if (module := _import_packaged(module_name)) is not None:
-            return module
-        where = f"no module {module_name} in {os.getcwd()}"
-        raise ConfigError([f"graph {name}: {where}; {_LISTED}"]) from exc
-
-
-def _import_packaged(module_name: str) -> ModuleType | None:
-    package, _, stem = module_name.rpartition(".")
-    path = packaged_file(GRAPHS, f"{stem}.py") if package == GRAPHS else None
-    spec = path and importlib.util.spec_from_file_location(f"dynamo_lite.{module_name}", path)
-    if not spec or spec.loader is None:
-        return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+            why = f"its module imports {missing}, which is not installed"
+            raise ConfigError([f"graph {name}: {why}"]) from exc
+        package, _, stem = module_name.rpartition(".")
+        path = packaged_file(GRAPHS, f"{stem}.py") if package == GRAPHS else None
+        if path is None:
+            where = f"no module {module_name} in {os.getcwd()}"
+            raise ConfigError([f"graph {name}: {where}; {_LISTED}"]) from exc
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def packaged_file(folder: str, name: str) -> Path | None:

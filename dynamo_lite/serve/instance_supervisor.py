@@ -64,12 +64,10 @@ class InstanceSupervisor:
         )
         #: The component's last "ready" report, e.g. {"url": ...}.
         self.facts: dict[str, Any] = {}
-        #: Set when it is ready for the first time.
-        self.ready = asyncio.Event()
-        #: Set during a stop, when no other process depends on it.
-        self.drained = asyncio.Event()
-        #: Set when it has ended and will not be restarted.
-        self.done = asyncio.Event()
+        #: Whether it has been ready.
+        self.was_ready = False
+        #: Whether no other process depends on it any more, during a stop.
+        self.drained = False
         self._etcd_url = etcd_url
         self._progress, self._on_change = progress, on_change
         self._needed, self._backoff = needed, backoff
@@ -78,16 +76,18 @@ class InstanceSupervisor:
         self._leaves = False
         self._process: asyncio.subprocess.Process | None = None
         self._error = ""
+        #: What its start waits for.
+        self.doing = "starting"
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
         """The phase that `RoleCounts` counts. A process that is restarted after a crash is
-        "ready"."""
-        if self.done.is_set():
+        "ready", one that will not be restarted has "ended"."""
+        if self.state.state in ("stopped", "failed"):
             return "ended"
         if self._stopping.is_set() or self._leaves:
             return "draining"
-        return "ready" if self.ready.is_set() else "starting"
+        return "ready" if self.was_ready else "starting"
 
     @property
     def lease_id(self) -> int:
@@ -109,33 +109,37 @@ class InstanceSupervisor:
             self.state.error = str(exc)
             self._line(f"cannot be started; the graph continues without it: {exc}")
         finally:
-            self.drained.set()
-            self.done.set()
+            self.drained = True
             self._change("failed" if self.state.error else "stopped")
 
     async def _keep(self) -> None:
-        failures = 0
+        failures, what = 0, ""
         while not self._stopping.is_set():
             began = time.monotonic()
             self._error = ""
             try:
                 code = await self._run()
+                what = f"ended ({exit_text(code)})" + (f": {self._error}" if self._error else "")
+                if self._stopping.is_set() or (self.was_ready and (code == 0 or self._leaves)):
+                    self._change("stopped")
+                    self._line(f"left the graph ({exit_text(code)})")
+                    return
+                if not self.was_ready:
+                    raise StartupError(self._start_failure(code))
             except StartupError as exc:
-                if not self.ready.is_set():
+                if not self.was_ready:
                     raise
                 # A file, memory or a process id may be missing for a while only.
-                self._error, code = str(exc), None
-            if self._stopping.is_set():
-                return
-            if not self.ready.is_set():
-                raise StartupError(self._start_failure(code or 0))
-            if code is not None and (code == 0 or self._leaves):
-                self._change("stopped")
-                self._line(f"left the graph ({exit_text(code)})")
-                return
+                what = f"not started: {exc}"
             self._leaves = False
             failures, delay_s = self._backoff.after_exit(failures, time.monotonic() - began)
-            await self._pause(code, delay_s)
+            self.state.restarts += 1
+            self.state.lease, self.state.state = "", "backoff"
+            self._on_change()
+            self._line(f"{what}; restarting in {delay_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
 
     def stop(self) -> None:
         """Drains it (SIGTERM to it alone: it ends its own processes), without a restart.
@@ -167,10 +171,16 @@ class InstanceSupervisor:
             # `stop` or `kill` during the spawn had no process to signal.
             if self._stopping.is_set():
                 terminate(process)
-            code = await self._until_end(process, reports)
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(reports))
+                code = await process.wait()
+                # A grandchild may hold the pipe open: wait for the last lines, not for its end.
+                await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
+                reader.cancel()
             lease = self.state.lease
+            self.state.pid, self.state.status_url = 0, ""
             if code != 0 and self.state.state == "ready":
-                self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+                self.state.lease = ""
                 self._change("backoff")
             if code != 0 and lease:
                 # A killed process has not revoked its lease itself. Others hear of its death
@@ -180,7 +190,6 @@ class InstanceSupervisor:
             return code
         finally:
             self._process = None
-            self.state.pid, self.state.status_url = 0, ""
             await end_group(process, _END_TIMEOUT_S)
 
     async def _spawn(self, reports: asyncio.StreamReader) -> asyncio.subprocess.Process:
@@ -204,17 +213,6 @@ class InstanceSupervisor:
             why = f"{self.launch.name}: cannot start its process: {exc}"
             raise StartupError(why) from exc
 
-    async def _until_end(
-        self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader
-    ) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._read(reports))
-            code = await process.wait()
-            # A grandchild may hold the pipe open: wait for the last lines, not for its end.
-            await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
-            reader.cancel()
-        return code
-
     async def _read(self, reports: asyncio.StreamReader) -> None:
         while True:
             try:
@@ -230,33 +228,23 @@ class InstanceSupervisor:
     def _take(self, report: dict[str, Any]) -> None:
         match report.get("state"):
             case "starting":
-                self._line(str(report.get("detail", "")))
+                self.doing = str(report.get("detail", ""))
+                self._line(self.doing)
             case "ready":
                 self.state.lease = str(report.get("lease", ""))
                 self.state.status_url = str(report.get("status_url", ""))
-                self.facts = report
+                self.facts, self.was_ready = report, True
                 self._change("ready")
                 self._line("ready")
-                self.ready.set()
             case "draining":
                 self._leaves = report.get("for_good") is True
                 self._change("draining")
                 self._line(f"draining: {report.get('reason', '')}")
             case "drained" if self._stopping.is_set():
-                self.drained.set()
+                self.drained = True
+                self._on_change()
             case "failed":
                 self._error = str(report.get("error", ""))
-
-    async def _pause(self, code: int | None, delay_s: float) -> None:
-        what = "not started" if code is None else f"ended ({exit_text(code)})"
-        self.state.restarts += 1
-        self.state.lease, self.state.state = "", "backoff"
-        self._on_change()
-        why = f": {self._error}" if self._error else ""
-        self._line(f"{what}{why}; restarting in {delay_s:g} s")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._stopping.wait()
 
     def _change(self, state: str) -> None:
         if self.state.state != state:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.serve.child import ChildPlan
@@ -90,8 +91,8 @@ def prepare(
         component=component,
         instance=instance,
         instances=service.workers,
-        nats_url=place.nats_url(component),
-        etcd_url=place.etcd_url(component),
+        nats_url=with_files(place.nats, place.folder, component),
+        etcd_url=with_files(place.etcd, place.folder, component),
         certificates=place.certificates or None,
         state_dir=str(directory.resolve()),
         bind_host=shared.bind_host,

@@ -22,8 +22,8 @@ from dynamo_lite.runtime.process.death_signal import death_signal_hook
 
 logger = logging.getLogger(__name__)
 
-_PORTS = 16384
-_PORT_TRIES = 32
+#: Below Linux' usual range for outgoing connections.
+_PORTS = range(16384, 32768)
 #: How long the killed rest of a process group may take to disappear.
 _SWEEP_TIMEOUT_S = 2.0
 
@@ -34,8 +34,6 @@ def signal_group(group: int, sig: int) -> bool:
         os.killpg(group, sig)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 
@@ -123,13 +121,9 @@ def free_port() -> int:
     It is outside the range for outgoing connections. So a restarted server finds its port
     free although clients tried to connect meanwhile.
     """
-    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
-        end = int(limits.read().split()[0])
-    low = [random.randrange(max(1024, end - _PORTS), end) for _ in range(_PORT_TRIES) if end > 1024]
-    for port in (*low, 0):
-        with socket.socket() as probe:
-            # No socket has the port, also none that does not listen.
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return probe.getsockname()[1]
+    for port in random.sample(_PORTS, len(_PORTS)):
+        # No socket has the port, also none that does not listen.
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     raise OSError(errno.EADDRINUSE, "no free port")

@@ -8,13 +8,11 @@ directory.
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.serve.processes import is_alive
 
 
@@ -60,15 +58,8 @@ class RunState(msgspec.Struct, kw_only=True):
     #: The embedded servers.
     servers: list[ServerState] = []
 
-    def nats_url(self, component: str) -> str:
-        """With the component's certificate, where the URL names none."""
-        return with_files(self.nats, self._folder, component)
-
-    def etcd_url(self, component: str) -> str:
-        return with_files(self.etcd, self._folder, component)
-
     @property
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         return Path(self.certificates) if self.certificates else None
 
 
@@ -93,9 +84,7 @@ def read_run(state_dir: Path) -> RunState | None:
 
 def running_certificates(running: RunState | None, namespace: str) -> Path | None:
     """The folder of the running graph of this namespace; None if it has none, or none runs."""
-    if running is None or running.namespace != namespace or not running.certificates:
-        return None
-    return Path(running.certificates)
+    return running.folder if running is not None and running.namespace == namespace else None
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -107,9 +96,8 @@ def write_private(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-@contextlib.contextmanager
-def lock(directory: Path) -> Iterator[bool]:
-    """Locks `directory`; yields False when another process has locked it.
+def lock(directory: Path, stack: contextlib.ExitStack) -> bool:
+    """Locks `directory` until the stack is closed. Returns False if another process has locked it.
 
     Raises StartupError when the directory cannot be created or written.
     """
@@ -118,12 +106,9 @@ def lock(directory: Path) -> Iterator[bool]:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
         raise StartupError(f"cannot write to state directory {directory}: {exc.strerror}") from exc
+    stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = True
     except BlockingIOError:
-        held = False
-    try:
-        yield held
-    finally:
-        os.close(descriptor)
+        return False
+    return True

@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,13 +19,7 @@ import msgspec
 from dynamo_lite.planner.config import PlannerConfig
 from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import (
-    is_loopback,
-    parse_etcd_url,
-    parse_nats_url,
-    redact,
-)
-from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.address import is_loopback, parse_etcd_url, parse_nats_url, redact
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.child_environment import child_environment
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys
@@ -33,7 +27,7 @@ from dynamo_lite.serve.document import Document, unknown_key
 from dynamo_lite.serve.graphs import packaged_file
 from dynamo_lite.serve.processes import output_of
 from dynamo_lite.serve.services.config import FrontendConfig
-from dynamo_lite.serve.services.services import PLANNER, Service
+from dynamo_lite.serve.services.services import PLANNER
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake
 from dynamo_lite.vllm.compat import require_tested, vllm_version
 from dynamo_lite.vllm.edge_choice import obstacles
@@ -46,18 +40,16 @@ _DEMO_MODEL = ".dynamo-lite/models/tiny"
 _DEMO_MODEL_TIMEOUT_S = 300.0
 
 
-@contextlib.contextmanager
-def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+def hold_port(service: ServiceConfig, stack: contextlib.ExitStack) -> ServiceConfig:
     """Raises StartupError unless the service's HTTP server can listen, if it has one. What else a
     process opens, it reports itself before it loads anything.
 
-    The port of several processes is kept: while the context is open, only they can listen on it,
+    The port of several processes is kept: until the stack is closed, only they can listen on it,
     with SO_REUSEPORT. The result has the real port in place of 0.
     """
     host, port = service.options.get("host"), service.options.get("port")
     if not service.workers or host is None or port is None:
-        yield service
-        return
+        return service
     try:
         # It never listens, so it gets no connections.
         holder = bind(host, port)
@@ -65,17 +57,16 @@ def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
         name = service.service.name
         how = f"choose another: --{name}.port=... or --{name}.host=..."
         raise StartupError(f"{name}.port: {exc}; {how}") from exc
-    with holder:
-        if service.workers < 2:
-            holder.close()
-            yield service
-            return
-        # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
-        # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
-        # does not listen.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        yield replace(service, options={**service.options, "port": holder.getsockname()[1]})
+    if service.workers == 1:
+        holder.close()
+        return service
+    stack.enter_context(holder)
+    # Only now: with SO_REUSEPORT before, two graphs could bind the same port and would get each
+    # other's connections. And with SO_REUSEADDR any program could bind it, because this socket
+    # does not listen.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return replace(service, options={**service.options, "port": holder.getsockname()[1]})
 
 
 def check_model(service: ServiceConfig) -> None:
@@ -132,16 +123,13 @@ def check_vllm_arguments(
     require_tested(vllm_version(), allow_untested=allow_untested)
     sections = {name: {"kind": c.service.flags, "args": c.flags} for name, c in services.items()}
     for mistake in _ask_vllm(json.dumps(sections, default=str)):
-        service = services[mistake["section"]].service
-        document.complain((service.name, mistake["key"]), _verdict(service, mistake))
-
-
-def _verdict(service: Service, mistake: Mistake) -> str:
-    """The message for a mistake. An unknown key may be a misspelt one of the service's own."""
-    if mistake["message"] != UNKNOWN_KEY:
-        return mistake["message"]
-    message = unknown_key(mistake["key"], accepted_keys(service), mistake["nearest"])
-    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+        key, message, service = mistake["key"], mistake["message"], mistake["section"]
+        if message == UNKNOWN_KEY:
+            # It may be a misspelt one of the service's own.
+            accepted = accepted_keys(services[service].service)
+            message = unknown_key(key, accepted, mistake["nearest"])
+            message += ", and vLLM's own arguments (`vllm serve --help=all`)"
+        document.complain((service, key), message)
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
@@ -149,10 +137,7 @@ def _ask_vllm(question: str) -> list[Mistake]:
     failed, env = "vLLM's argument parser failed", child_environment({})
     command = (sys.executable, "-m", "dynamo_lite.vllm.args")
     asked = output_of(failed, command, env, question.encode(), _VLLM_TIMEOUT_S)
-    try:
-        return json.loads(asyncio.run(asked))["mistakes"]
-    except (ValueError, LookupError, TypeError) as exc:
-        raise StartupError(f"{failed}: {exc}") from exc
+    return json.loads(asyncio.run(asked))["mistakes"]
 
 
 def check_edge(config: GraphConfig, document: Document) -> None:
@@ -173,28 +158,15 @@ def check_edge(config: GraphConfig, document: Document) -> None:
             document.complain(path, f"not with `edge: rust`: {obstacle.reason}")
 
 
-def check_certificates(
-    folder: Path | None,
-    namespace: str,
-    components: Iterable[str],
-    bind_host: str,
-    option: str = "Graph.bind-host",
-) -> None:
-    """Raises ConfigError unless the components' certificates can be used; without a folder, if
-    processes of other hosts would reach these components.
-
-    bind_host: where they listen. option: the name of that.
-    """
-    if folder is not None:
-        for component in components:
-            Certificates(folder, namespace, component)
-    elif not is_loopback(bind_host):
-        named = "--certificates" if option.startswith("--") else "Graph.certificates"
+def check_bind_host(bind_host: str, namespace: str, option: str, certificates: str) -> None:
+    """Raises ConfigError if processes of other hosts would reach those that listen there: without
+    certificates they must not. option, certificates: what names the host, and their folder."""
+    if not is_loopback(bind_host):
         raise ConfigError(
             [
                 f"{option}: {bind_host} is reachable from other hosts, so processes that"
                 " listen there need certificates: make them (dynamo-lite access certs DIR"
-                f" --namespace {namespace}) and name their folder, {named}"
+                f" --namespace {namespace}) and name their folder, {certificates}"
             ]
         )
 

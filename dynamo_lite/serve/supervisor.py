@@ -2,6 +2,7 @@
 runs, processes of scalable services can be added and retired."""
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -9,8 +10,9 @@ from pathlib import Path
 
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts, Want
+from dynamo_lite.runtime.certificates import with_files
 from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
-from dynamo_lite.runtime.tasks import all_of, first_of
+from dynamo_lite.runtime.tasks import first_of
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.embedded import EmbeddedServer
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
@@ -21,6 +23,8 @@ from dynamo_lite.serve.run_state import RunState, run_file, write_run
 #: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
+#: A start says in such intervals what it still waits for.
+_REMIND_S = 5.0
 
 
 class Supervisor:
@@ -45,13 +49,14 @@ class Supervisor:
         force: asyncio.Event,
         progress: Progress,
     ):
-        options, self._request = request.config.shared, request
-        self._etcd_url = run.etcd_url(services[0].service.name)
+        self._request, self._grace_s = request, request.config.shared.grace_s
+        self._etcd_url = with_files(run.etcd, run.folder, services[0].service.name)
         self._directory, self._run, self._progress = directory, run, progress
         self._servers, self._stop, self._force = servers, stop, force
-        self._grace_s = options.grace_s
-        #: The tasks of the keepers while `run` runs.
-        self._tasks: asyncio.TaskGroup | None = None
+        #: Set after each change of a process.
+        self._changed = asyncio.Event()
+        #: The tasks of the keepers.
+        self._tasks = asyncio.TaskGroup()
         run.servers = [server.state for server in self._servers]
         self._services = {service.service.name: service for service in services}
         self._tiers: dict[str, list[InstanceSupervisor]] = {name: [] for name in self._services}
@@ -69,19 +74,20 @@ class Supervisor:
         no process is left running then.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+            async with self._tasks as tasks:
                 watching = [
-                    tasks.create_task(server.keep(self._progress, self._on_change))
+                    tasks.create_task(server.keep(self._progress, self._run, self._on_change))
                     for server in self._servers
                 ]
                 for instance in self.instances:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
-                await self._until(lambda instance: instance.ready)
+                await first_of(
+                    self._until(lambda one: one.was_ready), self._remind(), self._stop.wait()
+                )
                 if not self._stop.is_set:
                     self._announce()
-                    await self._until(lambda instance: instance.done)
+                    await first_of(self._until(_has_ended), self._stop.wait())
                 await self._drain()
                 for task in (*watching, forcing):
                     task.cancel()
@@ -101,7 +107,7 @@ class Supervisor:
         Raises Refused when that is not possible; the error says what is accepted.
         """
         tasks, component = self._tasks, order.component
-        if tasks is None or self._run.state != "ready":
+        if self._run.state != "ready":
             raise _refused(f"the graph is {self._run.state}; it must be ready")
         while (number := self._number(component)) < order.count:
             instance = self._add(component)
@@ -112,22 +118,31 @@ class Supervisor:
             if instance.phase not in ("ended", "draining"):
                 self._progress.line(instance.launch.name, "retired")
                 instance.stop()
-                tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
-
-    async def _end(self, instance: InstanceSupervisor) -> None:
-        await self._gone([instance], self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S)
-        self._progress.line(instance.launch.name, "left the graph")
+                limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
+                tasks.create_task(self._end([instance], limit_s))
 
     # From start to end
 
-    async def _until(self, event: Callable[[InstanceSupervisor], asyncio.Event]) -> None:
-        """Waits until every instance has set its event, or a stop signal comes."""
+    async def _until(
+        self,
+        reached: Callable[[InstanceSupervisor], bool],
+        of: Sequence[InstanceSupervisor] | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        """Returns when all of these, or all that there are then, have reached it, or after the
+        limit."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not all(map(reached, self.instances if of is None else of)):
+                    self._changed.clear()
+                    await self._changed.wait()
 
-        async def all_set() -> None:
-            while left := [event(one) for one in self.instances if not event(one).is_set()]:
-                await left[0].wait()
-
-        await first_of(all_set(), self._stop.wait())
+    async def _remind(self) -> None:
+        while True:
+            await asyncio.sleep(_REMIND_S)
+            for instance in self.instances:
+                if not instance.was_ready:
+                    self._progress.line(instance.launch.name, f"still {instance.doing}")
 
     def _announce(self) -> None:
         self._run.state = "ready"
@@ -144,8 +159,6 @@ class Supervisor:
         say(f"ready {' '.join(one.launch.name for one in self.instances)}", sys.stdout)
 
     async def _drain(self) -> None:
-        for server in self._servers:
-            server.graph_ends = True
         self._run.state = "draining"
         self._on_change()
         if self._stop.is_set:
@@ -153,17 +166,17 @@ class Supervisor:
         for tier in list(self._tiers.values()):
             for instance in tier:
                 instance.stop()
-            await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
+            await self._until(lambda one: one.drained, tier, self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await self._gone(list(self.instances), _CLOSE_MARGIN_S)
+        await self._end(self.instances, _CLOSE_MARGIN_S)
 
-    async def _gone(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
+    async def _end(self, instances: Sequence[InstanceSupervisor], limit_s: float) -> None:
         """Waits for their end, and kills those that are still there after the limit."""
-        await all_of([instance.done for instance in instances], limit_s)
-        for late in [instance for instance in instances if not instance.done.is_set()]:
+        await self._until(_has_ended, instances, limit_s)
+        for late in itertools.filterfalse(_has_ended, instances):
             self._progress.line(late.launch.name, f"still there after {limit_s:g} s: killed")
             late.kill()
-            await late.done.wait()
+        await self._until(_has_ended, instances)
 
     async def _kill_when_forced(self) -> None:
         await self._force.wait()
@@ -172,10 +185,10 @@ class Supervisor:
             instance.kill()
 
     def _on_change(self) -> None:
-        facts = [instance.facts for instance in self.instances if instance.state.state == "ready"]
-        urls = [str(fact["url"]) for fact in facts if fact.get("url")]
-        if urls:
-            self._run.http = urls[0]
+        ready = [one.facts for one in self.instances if one.state.state == "ready"]
+        urls = [str(facts["url"]) for facts in ready if facts.get("url")]
+        self._run.http = next(iter(urls), self._run.http)
+        self._changed.set()
         self._run.processes = [instance.state for instance in self.instances]
         try:
             write_run(self._directory, self._run)
@@ -197,10 +210,10 @@ class Supervisor:
 
     def _number(self, component: str) -> int:
         """Its processes, without draining ones. Raises Refused, which says what is accepted."""
-        if component not in (accepted := self.counts()):
-            can = ", ".join(accepted) or "none"
+        if (found := (counts := self.counts()).get(component)) is None:
+            can = ", ".join(counts) or "none"
             raise _refused(f"{component}: no service of this graph that can be scaled: {can}")
-        return sum(one.phase in ("starting", "ready") for one in self._tiers[component])
+        return found.starting + found.ready
 
     def _to_retire(
         self, component: str, number: int, leases: Sequence[int]
@@ -223,16 +236,15 @@ class Supervisor:
         """One more process, with the first free number. Raises Refused when too few devices are
         free, or its files cannot be written."""
         service, tier = self._services[name], self._tiers[name]
-        present = {one.launch.instance for one in tier if not one.done.is_set()}
+        present = {one.launch.instance for one in tier if not _has_ended(one)}
         number = next(n for n in itertools.count() if n not in present)
-        need = service.devices
-        if need > len(free := self._free()):
+        if service.devices > len(free := self._free()):
             raise _refused(
-                f"{name}: needs {need} devices, {len(free)} are free; set Graph.devices,"
+                f"{name}: needs {service.devices} devices, {len(free)} are free; set Graph.devices,"
                 " or retire a process first"
             )
         try:
-            instance = self._keeper(service, number, free[:need])
+            instance = self._keeper(service, number, free[: service.devices])
         except OSError as exc:
             raise _refused(f"{name}: its files cannot be written: {exc}") from exc
         # The last process with this number has ended, and its log was overwritten.
@@ -254,7 +266,7 @@ class Supervisor:
     def _free(self) -> tuple[str, ...]:
         """The devices that no process occupies which has not ended."""
         occupied = {
-            name for one in self.instances if not one.done.is_set() for name in one.launch.devices
+            name for one in self.instances if not _has_ended(one) for name in one.launch.devices
         }
         return tuple(name for name in self._request.config.devices if name not in occupied)
 
@@ -269,6 +281,11 @@ class Supervisor:
             devices_free=len(self._free()),
             leases=tuple(one.lease_id for one in tier if one.lease_id and one.phase != "ended"),
         )
+
+
+def _has_ended(instance: InstanceSupervisor) -> bool:
+    """It will not be restarted."""
+    return instance.phase == "ended"
 
 
 def _refused(reason: str) -> Refused:

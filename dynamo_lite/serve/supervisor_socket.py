@@ -6,9 +6,8 @@ programs: an order names a service of the graph and nothing else.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -67,49 +66,46 @@ class Orders:
         )
 
 
-class SupervisorSocket:
-    """Async context manager. directory: the locked state directory."""
+@contextlib.asynccontextmanager
+async def supervisor_socket(directory: Path, supervisor: Supervisor) -> AsyncIterator[None]:
+    """The socket in the locked state directory. Raises StartupError when it cannot be made."""
+    path, orders = directory / SUPERVISOR_SOCKET, Orders(supervisor.counts)
+    async with OwnedTasks() as tasks:
 
-    def __init__(self, directory: Path, supervisor: Supervisor):
-        self._path = directory / SUPERVISOR_SOCKET
-        self._supervisor, self._orders = supervisor, Orders(supervisor.counts)
-        self._tasks = OwnedTasks()
-        self._server: asyncio.Server | None = None
+        def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.start(_serve(reader, writer, orders, supervisor.want), name="connection")
 
-    async def __aenter__(self) -> Self:
-        """Raises StartupError when the socket cannot be made."""
         options = {"limit": MAX_LINE_BYTES, "start_serving": False}
         try:
             # It replaces the socket that a killed supervisor has left.
-            with short_address(self._path) as path:
-                self._server = await asyncio.start_unix_server(self._on_connection, path, **options)
+            with short_address(path) as address:
+                server = await asyncio.start_unix_server(on_connection, address, **options)
             # No client can connect before it listens.
-            self._path.chmod(0o600)
-            await self._server.start_serving()
+            path.chmod(0o600)
+            await server.start_serving()
         except OSError as exc:
-            raise StartupError(f"cannot make the socket {self._path}: {exc.strerror}") from exc
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        await self._tasks.end()
-        self._path.unlink(missing_ok=True)
-
-    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.start(self._serve(reader, writer), name="supervisor connection")
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers one request. A client that is slow or sends too long a line gets no reply."""
-        gone = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
-        with contextlib.suppress(*gone), contextlib.closing(writer):
-            async with asyncio.timeout(_TIMEOUT_S):
-                line = await reader.readuntil(b"\n")
-                writer.write(_encode(self._answer(line)) + b"\n")
-                await writer.drain()
-
-    def _answer(self, line: bytes) -> SupervisorReply:
+            raise StartupError(f"cannot make the socket {path}: {exc.strerror}") from exc
         try:
-            return self._orders.answer(_decode_request(line), self._supervisor.want)
-        except msgspec.DecodeError as exc:
-            return self._orders.reply(f"not a request: {exc}; accepted: counts, want")
+            yield
+        finally:
+            server.close()
+            path.unlink(missing_ok=True)
+
+
+async def _serve(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    orders: Orders,
+    carry_out: Callable[[Want], object],
+) -> None:
+    """Answers one request. A client that is slow or sends too long a line gets no reply."""
+    gone = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+    with contextlib.suppress(*gone), contextlib.closing(writer):
+        async with asyncio.timeout(_TIMEOUT_S):
+            line = await reader.readuntil(b"\n")
+            try:
+                reply = orders.answer(_decode_request(line), carry_out)
+            except msgspec.DecodeError as exc:
+                reply = orders.reply(f"not a request: {exc}; accepted: counts, want")
+            writer.write(_encode(reply) + b"\n")
+            await writer.drain()

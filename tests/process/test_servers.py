@@ -67,6 +67,7 @@ def test_both_may_die_while_the_graph_starts(tmp_path: Path):
             os.kill(server(graph, name)["pid"], signal.SIGKILL)
         for name in SERVERS:
             restarted(graph, name, 1)
+        graph.wait_line("Back-0           still stubbing")
         release.touch()
         graph.wait_line("ready http")
         leases = {entry["lease"] for entry in graph.processes().values()}

@@ -148,7 +148,6 @@ Frontend:
 VllmWorker:
   common-configs: [model]
   max-local-prefill-length: -5
-  max_model_len: 5
   queue: {max-jobz: 5}
   ServiceArgs: {workers: two}
   dtype: half
@@ -158,16 +157,15 @@ PrefillWorker:
 """
     found = load.mistakes(text, "--foo", "--Graph.namespace=Foo")
     expected = [
-        "FILE:13: VllmWorker.dtype: duplicate key",
+        "FILE:12: VllmWorker.dtype: duplicate key",
         "--foo: unknown option",
         "FILE:2: Frontent: unknown section; did you mean Frontend? accepted: Graph, Common, ",
         "--Graph.namespace: a namespace has at most 63 lower-case letters",
         "FILE:4: Frontend.common-configs: modle: unknown key; did you mean model?",
         'FILE:5: Frontend.port: expected `int`, got "8000"',
         "FILE:8: VllmWorker.max-local-prefill-length: expected `int` >= 0",
-        "FILE:9: VllmWorker.max_model_len: keys are written in kebab-case: max-model-len",
-        "FILE:10: VllmWorker.queue.max-jobz: unknown key; did you mean max-jobs? accepted: max-jo",
-        "FILE:11: VllmWorker.ServiceArgs.workers: expected `int`",
+        "FILE:9: VllmWorker.queue.max-jobz: unknown key; did you mean max-jobs? accepted: max-jo",
+        "FILE:10: VllmWorker.ServiceArgs.workers: expected `int`",
         "FILE:1: Common.spare: no service lists this key",
         "must have the same value",
     ]

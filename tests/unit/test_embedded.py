@@ -32,13 +32,10 @@ class Server(EmbeddedServer):
         return False
 
 
-async def test_a_drawn_port_that_was_taken_before_the_start_is_drawn_again(tmp_path: Path):
-    server = Server(tmp_path)
-    with socket.create_server(("127.0.0.1", server.port)) as other:
+async def test_a_port_that_another_server_has_is_named(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        async with server:
-            assert server.port != taken
-        with pytest.raises(StartupError, match=f"port {taken} is in use"):
+        with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{taken}: "):
             async with Server(tmp_path, taken):
                 pass
 

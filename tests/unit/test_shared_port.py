@@ -1,12 +1,15 @@
 """One port for several processes: the supervisor's reservation and the Frontends' sockets."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.serve.config import ServiceConfig
 from dynamo_lite.serve.services.services import FRONTEND
-from dynamo_lite.serve.startup_checks import held_port
+from dynamo_lite.serve.startup_checks import hold_port
 
 HOST = "127.0.0.1"
 
@@ -14,6 +17,12 @@ HOST = "127.0.0.1"
 def frontend(workers: int, port: int = 0, host: str = HOST) -> ServiceConfig:
     options = {"host": host, "port": port, "router": "kv"}
     return ServiceConfig(service=FRONTEND, workers=workers, env={}, options=options, flags={})
+
+
+@contextmanager
+def held_port(service: ServiceConfig) -> Iterator[ServiceConfig]:
+    with ExitStack() as stack:
+        yield hold_port(service, stack)
 
 
 def test_a_reserved_port_is_in_use_for_all_others():

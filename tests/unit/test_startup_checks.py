@@ -1,7 +1,7 @@
 """The checks before any process starts."""
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +10,16 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.command import check_quickly
+from dynamo_lite.serve.command import hold
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import Document, read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.startup_checks import (
-    check_certificates,
+    check_bind_host,
     check_planner,
     check_urls,
     check_vllm_arguments,
 )
-from tests.certificate_folders import NAMESPACE, expire, graph_folder
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "disagg_planner.yaml"
 LINE = next(n for n, line in enumerate(FILE.read_text().split("\n"), 1) if "Planner:" in line)
@@ -52,23 +51,13 @@ def test_servers_of_other_hosts_are_reached_over_tls_only(
 
 
 @pytest.mark.parametrize("bind_host", ["0.0.0.0", "node-1", "::", "10.0.0.9"])
-def test_what_others_reach_needs_certificates(bind_host: str, tmp_path: Path):
-    folder, components = graph_folder(tmp_path), ["Frontend", "VllmWorker"]
-    check_certificates(folder, NAMESPACE, components, bind_host)
-    check_certificates(None, NAMESPACE, components, "127.0.0.1")
+def test_what_others_reach_needs_certificates(bind_host: str):
+    check_bind_host("127.0.0.1", "n", "--bind-host", "--certificates")
     with pytest.raises(ConfigError) as refused:
-        check_certificates(None, NAMESPACE, components, bind_host)
+        check_bind_host(bind_host, "n", "--bind-host", "--certificates")
     [mistake] = refused.value.mistakes
-    assert mistake.startswith(f"Graph.bind-host: {bind_host} is reachable from other hosts")
+    assert mistake.startswith(f"--bind-host: {bind_host} is reachable from other hosts")
     assert "(dynamo-lite access certs DIR --namespace n)" in mistake
-
-
-def test_a_bad_certificate_is_named(tmp_path: Path):
-    folder = graph_folder(tmp_path)
-    expire(folder, "Frontend")
-    check_certificates(folder, NAMESPACE, ["Router"], "127.0.0.1")
-    with pytest.raises(ConfigError, match=r"Frontend\.pem: its certificate is not valid.*expired"):
-        check_certificates(folder, NAMESPACE, ["Router", "Frontend"], "127.0.0.1")
 
 
 def test_a_budget_below_the_minima_is_refused():
@@ -94,8 +83,8 @@ def test_a_model_s_folder_may_be_in_the_home_folder_and_in_mistral_s_format(
     config = resolve(load_graph("graphs.disagg_planner:Frontend"), document)
     assert {c.flags["model"] for c in config.here if c.flags} == {f"{tmp_path}/model"}
     refused = pytest.raises(StartupError, match=rf"no model \(.*\) at {tmp_path}/model")
-    with nullcontext() if found else refused:
-        check_quickly(config, tmp_path)
+    with ExitStack() as stack, nullcontext() if found else refused:
+        hold(config, tmp_path, stack)
 
 
 @pytest.fixture

@@ -23,18 +23,11 @@ class Instance:
         name = f"{service}-{number}"
         self.launch = SimpleNamespace(service=service, instance=number, name=name, devices=devices)
         self.state = ProcessState(service=service, instance=number, lease=f"{id(self):x}")
-        self.done = asyncio.Event()
-        self.leaves = False
+        self.phase = "ready"
 
     @property
     def lease_id(self) -> int:
         return int(self.state.lease, 16)
-
-    @property
-    def phase(self) -> str:
-        if self.done.is_set():
-            return "ended"
-        return "draining" if self.leaves else "ready"
 
 
 def service(name: str, workers: int, devices: int) -> Any:
@@ -50,7 +43,7 @@ class World(Supervisor):
         tiers = [service("Frontend", 1, 0), service(D, 1, decode_devices), service(P, prefill, 1)]
         shared, names = SimpleNamespace(grace_s=1.0), [f"gpu{n}" for n in range(devices)]
         request: Any = SimpleNamespace(config=SimpleNamespace(shared=shared, devices=names))
-        run: Any = SimpleNamespace(etcd_url=lambda name: "")
+        run: Any = SimpleNamespace(etcd="", folder=None)
         stop, force = StopRequest(), asyncio.Event()
         super().__init__(request, tiers, [], Path(), run, stop, force, Progress())
 
@@ -75,14 +68,14 @@ def test_a_graph_whose_files_cannot_be_written_is_not_started():
 def test_a_device_is_free_for_any_role_when_its_worker_has_ended_and_not_before():
     world = World()
     giver = world.of(P)[0]
-    giver.leaves = True
+    giver.phase = "draining"
     counts = world.counts()
     assert sum(one.present for one in counts.values()) == 3
     assert (counts[P].draining, counts[D].devices_free) == (1, 0)
     for component in (D, P):
         with pytest.raises(Refused, match="needs 1 devices, 0 are free"):
             world._add(component)
-    giver.done.set()
+    giver.phase = "ended"
     assert world.counts()[D].devices_free == 1
     added: Any = world._add(D)
     assert (added.launch.name, added.launch.devices) == ("VllmWorker-1", giver.launch.devices)
@@ -94,9 +87,9 @@ def test_a_device_is_free_for_any_role_when_its_worker_has_ended_and_not_before(
 def test_the_number_of_one_that_drains_is_not_given_to_another():
     world = World(devices=5)
     leaver = world.of(P)[0]
-    leaver.leaves = True
+    leaver.phase = "draining"
     assert world._add(P).launch.name == "PrefillWorker-2"
-    leaver.done.set()
+    leaver.phase = "ended"
     assert world._add(P).launch.name == "PrefillWorker-0"
 
 
@@ -120,5 +113,5 @@ def test_devices_are_handed_out_in_order_and_one_that_needs_none_has_none():
     assert [one.launch.devices for one in world.instances] == [
         *((), ("gpu0", "gpu1"), ("gpu2",), ("gpu3",))
     ]
-    world.of(D)[0].done.set()
+    world.of(D)[0].phase = "ended"
     assert world._add(P).launch.devices == ("gpu0",)
