@@ -18,7 +18,7 @@ from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode,
 
 
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
-    answer = decode_explained(decode.half.prefills.decisions.answer(encode(Explain(**wanted))))
+    answer = decode_explained(decode.net._explain(encode(Explain(**wanted))))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
     return answer.decisions
 

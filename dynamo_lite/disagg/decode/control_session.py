@@ -258,8 +258,8 @@ class ControlSession:
             self._apply(lambda ledger: ledger.not_published(attempt))
             return
         try:
-            short_length = self._role.queue.short_length
-            lane = lane_of(job.tokens_to_compute, job.priority, short_length)
+            tokens = len(job.prompt_token_ids) - job.num_computed_tokens
+            lane = lane_of(tokens, job.priority, self._role.queue.short_length)
             payload = encode(job)
             sequence = await self._queue.push(
                 payload, message_id=attempt, lane=lane, life_s=job.deadline - self._wall()
@@ -271,7 +271,7 @@ class ControlSession:
             logger.info(why, job.request_id, exc)
             self._apply(lambda ledger: ledger.not_published(attempt))
         else:
-            self.queue_watch.pushed(job.tokens_to_compute, len(payload))
+            self.queue_watch.pushed.append((tokens, len(payload)))
             self._apply(lambda ledger: ledger.published(attempt, sequence, lane))
 
     async def _delete(self, sequence: int) -> None:

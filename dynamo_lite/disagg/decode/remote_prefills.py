@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters, note_child
-from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS, uncached_tokens
+from dynamo_lite.disagg.decode.decision_log import MOST
 from dynamo_lite.disagg.decode.remote_prefill import (
     Decided,
     RemotePrefill,
@@ -24,13 +24,13 @@ from dynamo_lite.protocol.trace import traced
 class RemotePrefills:
     """Methods run on the engine's thread.
 
-    stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
-    keeps the records for `explain`. now: monotonic.
+    stats: receives counts, spans, and the stages of remote prefills whose KV came. now: monotonic.
     """
 
-    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
-        self.decisions = decisions
+    def __init__(self, stats: Counters, now: Callable[[], float]):
         self._stats, self._now = stats, now
+        #: The final decisions about prompts, the last ones, for `explain`.
+        self.decisions = deque[RemotePrefill](maxlen=MOST)
         # Other classes read the next two fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
@@ -83,7 +83,7 @@ class RemotePrefills:
         if not prefill.tries:
             prefill.cached_tokens = prefill.decided.inputs.cached_tokens
         if prefill.decided.reason in OVERFLOW_REASONS:
-            self._stats.add(OVERFLOW, prefill.decided.inputs.uncached_tokens)
+            self._stats.add(OVERFLOW, uncached_tokens(prefill.decided.inputs))
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill

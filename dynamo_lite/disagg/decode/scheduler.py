@@ -20,7 +20,7 @@ from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.control_session import Claimed, ControlSession, LedgerEvent
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decode.decision_log import explained
 from dynamo_lite.disagg.decode.remote_prefill import WRITER_LOST, Decided, RemotePrefill, again
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
@@ -65,13 +65,12 @@ class DecodeScheduler:
         self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
         self._cache = cache
         self.stats = stats = Counters()
-        log = DecisionLog(config, self._now)
-        self.prefills = prefills = RemotePrefills(stats, log, self._now)
+        self.prefills = prefills = RemotePrefills(stats, self._now)
         self._net = net = ControlSession(
             config,
             ledger or Ledger(landing_s=config.lease_ttl_s),
             status=self._status,
-            explain=log.answer,
+            explain=lambda asked: explained(config, prefills.decisions, asked, self._now()),
             clients=clients,
             clock=clock,
             on_drop=stats.drop,

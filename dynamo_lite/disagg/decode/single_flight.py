@@ -92,7 +92,7 @@ class SingleFlight:
         if not self._prefills.by_hash:
             return False
         decided = prefill.decided
-        cached = decided.inputs.prompt_tokens - decided.inputs.uncached_tokens
+        cached = decided.inputs.cached_tokens + decided.inputs.offloaded_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
         if leader is None or decided.reason not in _LONG or wait.waits >= _MAX_WAITS:
