@@ -78,7 +78,7 @@ class Steps:
         self.engine.finish_requests("cached", RequestStatus.FINISHED_ABORTED)
         net = self.engine.connector._decode._net
         net.queue_watch.view = QueueView(0, 0, time.monotonic())
-        net.workers._health = SimpleNamespace(responsive=(SimpleNamespace(lease_id=1),))
+        net.workers.usable = net.workers.responsive = (SimpleNamespace(lease_id=1),)
 
     def add(self, name: str, tokens: Sequence[int]) -> None:
         params = SamplingParams(max_tokens=5000, ignore_eos=True)

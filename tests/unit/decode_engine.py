@@ -111,16 +111,22 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
 
 
 class Writers:
-    """Who is registered, and what ails them: the roster and the monitor in one."""
+    """Who is registered, and what ails them: the workers, their roster and their monitor in one."""
 
     def __init__(self) -> None:
         self.members: tuple[int, ...] = (WRITER,)
         self.ails: dict[int, str] = {}
         self.alive: list[int] = []
+        self.roster = self.health = self
+        self.unusable = self.unresponsive = 0
+
+    @property
+    def usable(self) -> tuple[Any, ...]:
+        return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
 
     @property
     def responsive(self) -> tuple[Any, ...]:
-        return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
+        return self.usable
 
     def get(self, writer: int) -> int | None:
         return writer if writer in self.members else None
@@ -178,21 +184,21 @@ class Decode:
         )
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
+        self.attempts: Any = self.net.attempts
         self.use(self.queue)
-        workers = self.net.workers
-        self.writers = workers._roster = workers._health = Writers()
+        self.writers = self.net.workers = self.attempts._workers = Writers()
         self.sees()
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        self.queue = self.net._queue = queue
+        self.queue = self.attempts._queue = queue
         # Run by `network`, and no timers.
-        self.net._start = lambda coro, _about: self.bridge.submit(coro)
+        self.attempts._start = lambda coro, _about: self.bridge.submit(coro)
 
     def pass_s(self, seconds: float) -> None:
         """Time passes, and the ledger sees it."""
         self.clock.now += seconds
-        self.net._on_time()
+        self.attempts._on_time()
 
     def sees(self, jobs: int = 0, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
@@ -258,7 +264,7 @@ class Decode:
         self, attempt: str, writer: int = WRITER, claim: int = CLAIM
     ) -> Held | ClaimRefused:
         asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
-        return decode_claim_reply(await self.net._on_claim(encode(asked)))
+        return decode_claim_reply(await self.attempts.on_claim(encode(asked)))
 
     async def done(
         self,
@@ -268,7 +274,7 @@ class Decode:
         **more: Any,
     ) -> None:
         done = Done(attempt=attempt, claim=claim, outcome=outcome, **more)
-        await self.net._on_done(encode(done))
+        await self.attempts.on_done(encode(done))
 
     def attempt_of(self, request_id: str) -> str:
         """The last attempt of a request."""

@@ -7,7 +7,6 @@ import pytest
 
 from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
 from dynamo_lite.disagg.decode import prefill_workers
-from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import decode_params
 from dynamo_lite.protocol import names
@@ -232,8 +231,7 @@ async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                     monkeypatch.setattr(prefill_workers, "changes", broken)
                     await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
                 case "roster":
-                    assert net.workers._roster is not None
-                    monkeypatch.setattr(net.workers._roster, "_publish", broken)
+                    monkeypatch.setattr(net.workers.roster, "_publish", broken)
                     await scene.join(OTHER)
                 case _:
                     key = names.live_options_key(NAMESPACE, "VllmWorker")
@@ -281,7 +279,7 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
 
         scene.decode.queue.delete = delete  # type: ignore[method-assign]
         scene.decode.ledger.withdraw_queued = lambda _: [DeleteJob(1), DeleteJob(2)]
-        scene.decode.net._apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        scene.decode.attempts.apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
         await asyncio.sleep(0.1)
         assert deleted == [1, 2]
 
@@ -326,7 +324,7 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
         assert (await scene.decode.queue.depth()).jobs == 1, "only the claimed one is left"
         assert held not in scene.given_up, "its writer may have begun before"
         with pytest.MonkeyPatch.context() as just_before:
-            just_before.setattr(PrefillWorkers, "usable", PrefillWorkers.responsive)
+            just_before.setattr(scene.workers, "usable", scene.workers.responsive)
             assert scene.decode.admit(prompt("r3", 10)) > 0
         pushed = scene.decode.attempt_of("r3")
         await scene.given_up_within(0.1, pushed)

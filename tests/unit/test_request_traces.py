@@ -37,7 +37,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     claim = Claim(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER)
-    await decode.net._on_claim(encode(claim))
+    await decode.attempts.on_claim(encode(claim))
     decode.half.build_step()
     return attempt
 

@@ -148,7 +148,7 @@ class Caching(Engine):
 
     async def falls_silent(self, writer: int) -> None:
         self.writers.ails[writer] = "no beats"
-        self.net._on_health(frozenset(), frozenset({writer}))
+        self.attempts.workers_changed(frozenset(), frozenset({writer}))
 
     async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
         """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""

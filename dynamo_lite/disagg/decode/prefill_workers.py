@@ -57,81 +57,67 @@ class WriterLinks:
 
 
 class PrefillWorkers:
-    """Use `follow()` as a context; before it nothing may be asked.
-
-    Changed on the bridge's thread; the counts are read on any thread.
-    """
+    """Use `follow()` as a context. Changed on the bridge's thread; the members and their counts
+    are read on any thread."""
 
     def __init__(self, config: EngineConfig, on_drop: OnDrop = uncounted):
         assert isinstance(config.role, DecodeEngineConfig)
         self._namespace, self._component = config.namespace, config.role.prefill_component
         self._on_drop = on_drop
         # Both are there inside `follow()`.
-        self._roster: Roster
-        self._health: HealthMonitor
+        self.roster: Roster
+        self.health: HealthMonitor
         self._links = WriterLinks(config.namespace, config.engine_id)
+        #: The workers that respond, and those of them that have no failed link to this engine.
+        self.responsive: Members = ()
+        self.usable: Members = ()
 
     @contextlib.asynccontextmanager
     async def follow(
         self,
         store: Store,
         messaging: Messaging,
-        on_members: OnChange,
-        on_health: OnChange,
-        on_links: Callable[[], None],
+        on_change: OnChange,
         on_failure: OnFailure = log_failure,
     ) -> AsyncIterator[None]:
         """Waits for the first listings. Raises StoreUnavailable.
 
-        on_members: takes the workers that have registered and those that have left. on_health:
-        takes those that respond again and those that do not any more. on_links: called when a link
-        is marked, or not any more. on_failure: of what follows them.
+        on_change: takes the workers whose keys are gone, and those that do not respond any more;
+        also called when others have come, or links were marked. on_failure: of what follows them.
         """
+        none = frozenset[int]()
+
+        def changed(left: frozenset[int], unwell: frozenset[int]) -> None:
+            self.responsive = self.health.responsive
+            self.usable = self._links.usable(self.responsive)
+            on_change(left, unwell)
+
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            self._roster = await enter(Roster(store, prefix, self._on_drop, on_failure))
-            self._health = await enter(
+            self.roster = await enter(Roster(store, prefix, self._on_drop, on_failure))
+            self.health = await enter(
                 HealthMonitor(
                     messaging,
-                    self._roster,
+                    self.roster,
                     namespace=self._namespace,
                     component=self._component,
                     on_drop=self._on_drop,
                 )
             )
-            self._roster.on_change(on_members)
-            self._health.on_change(on_health)
+            self.roster.on_change(lambda _joined, left: changed(left, none))
+            self.health.on_change(lambda _back, unwell: changed(none, unwell))
+            on_links = partial(changed, none, none)
             await enter(self._links.follow(store, on_links, on_failure))
+            on_links()
             yield
-
-    def show_life(self, lease_id: int) -> None:
-        """The worker has sent a message, so it responds."""
-        self._health.shows_life(lease_id)
-
-    def trouble(self, lease_id: int) -> str:
-        """Why the worker must not get a claim; empty if it may."""
-        if self._roster.get(lease_id) is None:
-            return "no such prefill worker"  # nothing would report when it is gone
-        why = self._health.trouble(lease_id)
-        return f"not able to work: {why}" if why else ""
-
-    @property
-    def responsive(self) -> Members:
-        return self._health.responsive
-
-    @property
-    def usable(self) -> Members:
-        """The workers that respond and have no failed link to this engine."""
-        return self._links.usable(self.responsive)
 
     @property
     def unusable(self) -> int:
         """How many workers respond, but have a failed link to this engine."""
-        responsive = self.responsive
-        return len(responsive) - len(self._links.usable(responsive))
+        return len(self.responsive) - len(self.usable)
 
     @property
     def unresponsive(self) -> int:
         """How many workers are registered, but do not respond."""
-        return len(self._roster.members) - len(self.responsive)
+        return len(self.roster.members) - len(self.responsive)

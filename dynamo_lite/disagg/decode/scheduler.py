@@ -19,8 +19,8 @@ from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
 from dynamo_lite.disagg.counters import RESUME, Counters
 from dynamo_lite.disagg.decision.rule import decide
-from dynamo_lite.disagg.decode.control_session import Claimed, ControlSession, LedgerEvent
-from dynamo_lite.disagg.decode.decision_log import explained
+from dynamo_lite.disagg.decode.attempt_events import Claimed, LedgerEvent
+from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.remote_prefill import WRITER_LOST, Decided, RemotePrefill, again
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
@@ -29,7 +29,6 @@ from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
-from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -69,12 +68,14 @@ class DecodeScheduler:
         self._net = net = ControlSession(
             config,
             ledger or Ledger(landing_s=config.lease_ttl_s),
-            status=self._status,
-            explain=lambda asked: explained(config, prefills.decisions, asked, self._now()),
+            pool,
+            prefills,
+            engine=lambda: (self.metadata, self._stepped_at),
             clients=clients,
             clock=clock,
             on_drop=stats.drop,
         )
+        self._attempts = net.attempts
         self.bridge = open_bridge(net.session)
         self._flights = SingleFlight(block_size, hash_block_size, prefills, stats)
         #: Set before the bridge starts, when all ranks are open.
@@ -154,7 +155,7 @@ class DecodeScheduler:
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
-            self.bridge.submit(self._net.stepped(events, jobs))
+            self.bridge.submit(self._attempts.stepped(events, jobs))
         message, self._message = self._message, DecodeStep()
         return message
 
@@ -301,7 +302,7 @@ class DecodeScheduler:
 
     def _take_inbox(self) -> None:
         """Carries out what the bridge has left for this step."""
-        inbox = self._net.inbox
+        inbox = self._attempts.inbox
         while inbox:
             match inbox.popleft():
                 case Release(attempt):
@@ -352,29 +353,6 @@ class DecodeScheduler:
             reason,
         )
         self.stats.add(f"{RESUME}/{reason}")
-
-    def _status(self) -> EngineStatus | None:
-        """Runs on the bridge's thread."""
-        if self.metadata is None:
-            return None
-        net, now = self._net, self._now()
-        ledger, view = net.ledger, net.queue_watch.view
-        if view is not None and now - view.read_at > net.options.queue_view_max_age_s:
-            view = None
-        return EngineStatus(
-            metadata=self.metadata,
-            free_blocks=self._pool.get_num_free_blocks(),
-            total_blocks=self._pool.num_gpu_blocks,
-            waiting=ledger.waiting,
-            waiting_tokens=self.prefills.tokens,
-            quarantined=ledger.quarantined,
-            queue_jobs=None if view is None else view.jobs,
-            queue_tokens=None if view is None else view.tokens,
-            last_step_age_s=now - self._stepped_at,
-            unresponsive_writers=net.workers.unresponsive,
-            unusable_writers=net.workers.unusable,
-            writers=sorted(ledger.writers),
-        )
 
 
 def _first_token(

@@ -113,17 +113,17 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def queued(self, attempt: str) -> bool:
         """Whether no writer has claimed the attempt, which is still wanted."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED
 
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
 
     def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
-        ledger = self.scheduler._net.ledger
+        ledger = self.scheduler._attempts.ledger
         for attempt, (asker, _, _) in reversed(self.asked.items()):
             if asker is request and (entry := ledger.get(attempt)) is not None:
                 return attempt, entry.state
@@ -131,7 +131,7 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def writes(self, attempt: str) -> bool:
         """Whether it was claimed by a writer that has not sent `Done`."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and bool(entry.claim) and not entry.done
 
     def unsettled(self) -> str | None:
