@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, MISMATCH
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -20,6 +19,7 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.disagg.metrics import BYTES, MISMATCH
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import decode_written

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.counters import SPAN, STAGE
+from dynamo_lite.disagg.counters import SPAN
 from dynamo_lite.disagg.messages import RankResults
+from dynamo_lite.disagg.metrics import STAGE
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import new_trace

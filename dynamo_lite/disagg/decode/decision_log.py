@@ -8,7 +8,8 @@ from collections import deque
 
 import msgspec
 
-from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill, stages_s
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
+from dynamo_lite.disagg.decode.reports import stages_s
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (

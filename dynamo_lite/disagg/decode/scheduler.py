@@ -17,7 +17,7 @@ from msgspec import structs
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
 from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
-from dynamo_lite.disagg.counters import RESUME, Counters
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import Claimed, LedgerEvent
 from dynamo_lite.disagg.decode.control_session import ControlSession
@@ -27,6 +27,7 @@ from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
+from dynamo_lite.disagg.metrics import RESUME
 from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -41,8 +42,8 @@ CacheBlocks = Callable[[Any, int], None]
 
 class DecodeScheduler:
     """block_size: in tokens. cache: None where the engine caches no prefixes. new_attempt: returns
-    a new id. hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may
-    have in flight."""
+    a new id. hash_block_size: see `RemotePrefills`. overlapping_steps: how many steps the engine
+    may have in flight."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class DecodeScheduler:
         self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
         self._cache = cache
         self.stats = stats = Counters()
-        self.prefills = prefills = RemotePrefills(stats, self._now)
+        self.prefills = prefills = RemotePrefills(stats, self._now, hash_block_size)
         self._net = net = ControlSession(
             config,
             ledger or Ledger(landing_s=config.lease_ttl_s),
@@ -111,16 +112,11 @@ class DecodeScheduler:
             return None, False
         decided = self._decided(request, cached, transferable, prefill, offloaded)
         prefill = self.prefills.proposed(request, decided)
-        if self._flights.joins(request, prefill):
+        if self.prefills.by_hash and self._flights.joins(request, prefill):
             return None, False
-        if not prefill.is_remote:
+        if prefill.decided.reason.verdict == "local":
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
-
-    def leader_of(self, request_id: str) -> str | None:
-        """The parked request for whose KV the request waits; None if there is none, so that the
-        engine must call `num_new_matched_tokens`."""
-        return self._flights.leader_of(request_id)
 
     def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
@@ -177,7 +173,8 @@ class DecodeScheduler:
         prefill = self.prefills.finished(request_id)
         if prefill is None:
             return
-        self._flights.finished(prefill)
+        if prefill.wait is not None:
+            self._flights.finished(prefill.wait)
         if prefill.attempt and prefill.outcome is None:
             attempt = prefill.attempt
             self._events.append(lambda ledger: ledger.finished(attempt))
@@ -248,7 +245,7 @@ class DecodeScheduler:
             first_block=first,
             awaited_tokens=external,
             # A window keeps the end of a prompt only, which serves no other prompt.
-            hashes=self._flights.hashes(request) if first == computed else (),
+            serves_others=first == computed,
         )
         # The writer may read the prefix while it writes the rest. As long as it can touch them, the
         # blocks stay reserved, whatever becomes of the request.

@@ -253,7 +253,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def leader_of(self, request_id: str) -> str | None:
-        return None if self._decode is None else self._decode.leader_of(request_id)
+        return None if self._decode is None else self._decode.prefills.leader_of(request_id)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
