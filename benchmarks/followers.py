@@ -65,7 +65,7 @@ class Steps:
         made.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        nobody = SimpleNamespace(submit=lambda job: job.close())
+        nobody = SimpleNamespace(call=lambda _: None)
         with patch.object(connector, "ThreadBridge", lambda _: nobody):
             cls = made.scheduler_config.get_scheduler_cls()
             self.engine = cls(made, cache, StructuredOutputManager(made), BLOCK, log_stats=True)

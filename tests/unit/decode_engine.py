@@ -38,17 +38,17 @@ LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
 
 
 class Bridge:
-    """Keeps what is submitted until the test runs it."""
+    """Keeps what is to be called until the test calls it."""
 
     def __init__(self, _session: Any):
-        self.submitted: list[Coroutine[Any, Any, None]] = []
+        self.calls: list[Callable[[], Coroutine[Any, Any, None] | None]] = []
 
     def start(self, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self.submitted.append(coroutine)
+    def call(self, callback: Callable[[], None]) -> None:
+        self.calls.append(callback)
 
 
 class Clients:
@@ -193,7 +193,7 @@ class Decode:
         """The engine's jobs go to this queue from now on."""
         self.queue = self.attempts._queue = queue
         # Run by `network`, and no timers.
-        self.attempts._start = lambda coro, _about: self.bridge.submit(coro)
+        self.attempts._start = lambda coro, _about: self.bridge.calls.append(lambda: coro)
 
     def pass_s(self, seconds: float) -> None:
         """Time passes, and the ledger sees it."""
@@ -237,8 +237,9 @@ class Decode:
 
     async def network(self) -> None:
         """Runs what the scheduler half has submitted."""
-        while self.bridge.submitted:
-            await self.bridge.submitted.pop(0)
+        while self.bridge.calls:
+            if (work := self.bridge.calls.pop(0)()) is not None:
+                await work
 
     async def job(self) -> RemotePrefillRequest:
         """The next job on the queue, with what the scheduler submitted run first."""

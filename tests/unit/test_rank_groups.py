@@ -235,14 +235,13 @@ class Lost:
             if report is not None:
                 engine.half.worker_output(RankResults(), report)
         engine.half.worker_output(RankResults(lost={"r-a1"}))
-        for coroutine in engine.bridge.submitted:
-            coroutine.close()
         return tokens[0] // BLOCK if tokens else 0
 
     async def _give_up(self, engine: Engine) -> None:
         assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
         await engine.step()
         engine.pass_s(TIMEOUT_S)
+        await engine.network()
         assert engine.half.build_step().give_up
 
 

@@ -86,7 +86,7 @@ class AttemptEvents:
         self._now, self._wall = clock.monotonic, clock.wall
         #: What the bridge tells the engine's thread, which takes it in each step.
         self.inbox: deque[Claimed | Release | Ended] = deque()
-        #: None until the session is open: before that nothing is submitted to the bridge.
+        #: None until the session is open: before that the engine makes no steps.
         self._queue: PrefillQueue | None = None
         #: Pushes and deletes of jobs. None outside of the session: prefill workers may report
         #: changes before and after it.
@@ -104,9 +104,7 @@ class AttemptEvents:
             if self._timer is not None:
                 self._timer.cancel()
 
-    async def stepped(
-        self, events: Sequence[LedgerEvent], jobs: Sequence[RemotePrefillRequest]
-    ) -> None:
+    def stepped(self, events: Sequence[LedgerEvent], jobs: Sequence[RemotePrefillRequest]) -> None:
         """The engine has made a step. events: of attempts, in order. jobs: to be queued."""
         for event in events:
             self.apply(event)

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from dynamo_lite.disagg.attempts.ledger import Ledger, Outcome
-from dynamo_lite.disagg.bridge import ServerClients
 from dynamo_lite.disagg.decode.attempt_events import AttemptEvents
 from dynamo_lite.disagg.decode.decision_log import explained
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
@@ -16,6 +15,7 @@ from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import BlockPool
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError

@@ -103,10 +103,12 @@ class RemotePrefills:
         first_block: int,
         awaited_tokens: int,
         serves_others: bool,
+        held: Sequence[Block],
     ) -> float:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
-        serves_others: whether other prompts may have use for the KV. The other arguments are fields
+        serves_others: whether other prompts may have use for the KV. held: blocks that stay
+        reserved until `release`. The other arguments are fields
         of `RemotePrefill`. The limits of the prompt's first remote
         prefill apply to the later ones too.
         """
@@ -114,6 +116,7 @@ class RemotePrefills:
             prefill.since, prefill.until = now, now + timeout_s
             prefill.max_tries = prefill.decided.options.max_remote_prefills
         prefill.tries += 1
+        prefill.held = held
         prefill.attempt, prefill.prompt, prefill.times["decide"] = attempt, prompt, now
         prefill.first_block, prefill.awaited_tokens = first_block, awaited_tokens
         prefill.above = above = traced(prompt.trace_headers)
@@ -142,10 +145,6 @@ class RemotePrefills:
             return None
         self._unpark(prefill)
         return prefill, prompt
-
-    def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
-        """The attempt's blocks stay reserved until `release`."""
-        self._by_attempt[attempt].held = blocks
 
     def release(self, attempt: str) -> Sequence[Block]:
         """Returns the blocks that are not held any more."""

@@ -11,12 +11,13 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
-from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
+from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import decide
 from dynamo_lite.disagg.decode.attempt_events import Claimed, LedgerEvent
@@ -28,6 +29,7 @@ from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.metrics import RESUME
+from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
@@ -123,14 +125,7 @@ class DecodeScheduler:
         prefill = self.prefills.allocated(request)
         if prefill is None or not external:
             return
-        job, until = self._begin(prefill, request, tables, external)
-        self._jobs.append(job)
-        queued_at, wait_s = prefill.times["decide"], prefill.decided.options.max_queue_wait_s
-        self._events.append(
-            lambda ledger: ledger.allocated(
-                request.request_id, job.attempt, until, queued_at=queued_at, max_queue_wait_s=wait_s
-            )
-        )
+        self._begin(prefill, request, tables, external)
 
     def build_step(self, filling: Iterable[int] = (), *, in_use: bool = False) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
@@ -151,7 +146,7 @@ class DecodeScheduler:
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
-            self.bridge.submit(self._attempts.stepped(events, jobs))
+            self.bridge.call(partial(self._attempts.stepped, events, jobs))
         message, self._message = self._message, DecodeStep()
         return message
 
@@ -227,15 +222,19 @@ class DecodeScheduler:
 
     def _begin(
         self, prefill: RemotePrefill, request: Prompt, tables: BlockTables, external: int
-    ) -> tuple[RemotePrefillRequest, float]:
-        """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
-        when the request waits, in monotonic seconds."""
+    ) -> None:
+        """Begins an attempt that brings the KV of `external` tokens."""
         size, wanted = self._block_size, request.num_prompt_tokens - 1
         computed = (wanted - external) // size
         first = self._first_awaited(tables, computed)
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
         attempt, params = self._new_attempt(), decode_params_of(request)
+        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
+        # blocks stay reserved, whatever becomes of the request.
+        pool = self._pool.blocks
+        held = [pool[block] for table in tables for block in table[:end] if not pool[block].is_null]
+        self._pool.touch(held)
         until = self.prefills.asked(
             prefill,
             request,
@@ -246,15 +245,8 @@ class DecodeScheduler:
             awaited_tokens=external,
             # A window keeps the end of a prompt only, which serves no other prompt.
             serves_others=first == computed,
+            held=held,
         )
-        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
-        # blocks stay reserved, whatever becomes of the request.
-        pool = self._pool.blocks
-        blocks = [
-            pool[block] for table in tables for block in table[:end] if not pool[block].is_null
-        ]
-        self._pool.touch(blocks)
-        self.prefills.hold(attempt, blocks)
         job = RemotePrefillRequest(
             engine_id=self._engine_id,
             request_id=request.request_id,
@@ -272,7 +264,16 @@ class DecodeScheduler:
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
             first_token=_first_token(request, params, wanted - external),
         )
-        return job, until
+        self._jobs.append(job)
+        self._events.append(
+            lambda ledger: ledger.allocated(
+                request.request_id,
+                attempt,
+                until,
+                queued_at=now,
+                max_queue_wait_s=options.max_queue_wait_s,
+            )
+        )
 
     def _first_awaited(self, tables: BlockTables, computed: int) -> int:
         """The number of the first block that must be written, after `computed` cached ones.
