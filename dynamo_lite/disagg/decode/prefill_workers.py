@@ -5,55 +5,17 @@ A prefill worker stores a `LinkRecord` of each link that it does not use, under 
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
 from dynamo_lite.runtime.tasks import OnFailure, log_failure
-
-
-class WriterLinks:
-    """The marked links to one engine. Use `follow()` as a context. Without it none is known.
-
-    Changed on the bridge's thread, read on any thread.
-    """
-
-    def __init__(self, namespace: str, engine_id: str):
-        self._namespace, self._engine_id = namespace, engine_id
-        #: Their keys in the store. What the records say is for people.
-        self._marked: set[str] = set()
-
-    def usable(self, members: Members) -> Members:
-        """The members whose link is not marked."""
-        return tuple(
-            member
-            for member in members
-            if names.link_key(self._namespace, member.lease_id, self._engine_id) not in self._marked
-        )
-
-    def follow(
-        self, store: Store, on_change: Callable[[], None], on_failure: OnFailure = log_failure
-    ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entering waits for the first listing. on_change: called from the event loop when a mark
-        has come or gone, also in that listing. Raises StoreUnavailable."""
-        prefix, take = names.links_prefix(self._namespace), partial(self._apply, on_change)
-        return following(store, prefix, take, on_failure)
-
-    def _apply(self, on_change: Callable[[], None], event: WatchEvent) -> None:
-        before = frozenset(self._marked)
-        for key, value in changes(event, before).items():
-            if value is None:
-                self._marked.discard(key)
-            elif key.endswith(f":{self._engine_id}"):
-                self._marked.add(key)
-        if self._marked != before:
-            on_change()
 
 
 class PrefillWorkers:
@@ -67,7 +29,9 @@ class PrefillWorkers:
         # Both are there inside `follow()`.
         self.roster: Roster
         self.health: HealthMonitor
-        self._links = WriterLinks(config.namespace, config.engine_id)
+        self._engine_id = config.engine_id
+        #: Keys of the links to this engine that are marked. What the records say is for people.
+        self._marked: set[str] = set()
         #: The workers that respond, and those of them that have no failed link to this engine.
         self.responsive: Members = ()
         self.usable: Members = ()
@@ -89,8 +53,18 @@ class PrefillWorkers:
 
         def changed(left: frozenset[int], unwell: frozenset[int]) -> None:
             self.responsive = self.health.responsive
-            self.usable = self._links.usable(self.responsive)
+            self.usable = tuple(each for each in self.responsive if not self._is_marked(each))
             on_change(left, unwell)
+
+        def on_links(event: WatchEvent) -> None:
+            before = frozenset(self._marked)
+            for key, value in changes(event, before).items():
+                if value is None:
+                    self._marked.discard(key)
+                elif key.endswith(f":{self._engine_id}"):
+                    self._marked.add(key)
+            if self._marked != before:
+                changed(none, none)
 
         prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
         async with contextlib.AsyncExitStack() as stack:
@@ -107,10 +81,14 @@ class PrefillWorkers:
             )
             self.roster.on_change(lambda _joined, left: changed(left, none))
             self.health.on_change(lambda _back, unwell: changed(none, unwell))
-            on_links = partial(changed, none, none)
-            await enter(self._links.follow(store, on_links, on_failure))
-            on_links()
+            links = names.links_prefix(self._namespace)
+            await enter(following(store, links, on_links, on_failure))
+            changed(none, none)
             yield
+
+    def _is_marked(self, member: EndpointRecord) -> bool:
+        key = names.link_key(self._namespace, member.lease_id, self._engine_id)
+        return key in self._marked
 
     @property
     def unusable(self) -> int:

@@ -29,7 +29,7 @@ class RemotePrefills:
     def __init__(
         self, stats: Counters, now: Callable[[], float], hash_block_size: int | None = None
     ):
-        self._stats, self._now, self._hash_block_size = stats, now, hash_block_size
+        self._stats, self._now, self.hash_block_size = stats, now, hash_block_size
         #: The final decisions about prompts, the last ones, for `explain`.
         self.decisions = deque[RemotePrefill](maxlen=MOST)
         # Other classes read the next two fields; only this class writes them.
@@ -108,9 +108,8 @@ class RemotePrefills:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
         serves_others: whether other prompts may have use for the KV. held: blocks that stay
-        reserved until `release`. The other arguments are fields
-        of `RemotePrefill`. The limits of the prompt's first remote
-        prefill apply to the later ones too.
+        reserved until `release`. The other arguments are fields of `RemotePrefill`. The limits of
+        the prompt's first remote prefill apply to the later ones too.
         """
         if prefill.until is None:
             prefill.since, prefill.until = now, now + timeout_s
@@ -204,7 +203,7 @@ class RemotePrefills:
     def cacheable(self, prompt: Prompt) -> int:
         """How many of its hashes are of blocks that can be hit: the last token is always
         computed."""
-        size = self._hash_block_size
+        size = self.hash_block_size
         if size is None:
             return 0
         return min(len(prompt.block_hashes), (prompt.num_prompt_tokens - 1) // size)

@@ -80,7 +80,7 @@ class DecodeScheduler:
         )
         self._attempts = net.attempts
         self.bridge = open_bridge(net.session)
-        self._flights = SingleFlight(block_size, hash_block_size, prefills, stats)
+        self._flights = SingleFlight(block_size, prefills, stats)
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: The jobs of the step that is being scheduled.

@@ -48,18 +48,11 @@ def pays(*, shared: int, uncached: int, of_leader: int, least: int) -> bool:
 class SingleFlight:
     """Runs on the engine's thread.
 
-    block_size: in tokens. hash_block_size: see `RemotePrefills`; if it is None, no request waits.
+    block_size: in tokens.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        hash_block_size: int | None,
-        prefills: RemotePrefills,
-        stats: Counters,
-    ):
-        self._block_size, self._size = block_size, hash_block_size
-        self._prefills, self._stats = prefills, stats
+    def __init__(self, block_size: int, prefills: RemotePrefills, stats: Counters):
+        self._block_size, self._prefills, self._stats = block_size, prefills, stats
 
     def waits(self, prefill: RemotePrefill, cached: int) -> bool:
         """Whether the request's leader is still parked."""
@@ -109,15 +102,15 @@ class SingleFlight:
     def _longest(self, request: Prompt) -> tuple[int, RemotePrefill | None]:
         """The longest prefix that a parked request awaits, in tokens, and the request with the
         fewest awaited tokens among those that bring it."""
-        assert self._size is not None
-        known = self._prefills.by_hash
+        known, size = self._prefills.by_hash, self._prefills.hash_block_size
+        assert size is not None
         # A hash stands for all blocks up to its own, so the known ones come first.
         hashes, end = request.block_hashes, self._prefills.cacheable(request)
         count = bisect_left(hashes, True, 0, end, key=lambda each: each not in known)
         if count == 0:
             return 0, None
         leaders = known[hashes[count - 1]].values()
-        return count * self._size, min(leaders, key=lambda leader: leader.awaited_tokens)
+        return count * size, min(leaders, key=lambda leader: leader.awaited_tokens)
 
     def _end_wait(self, wait: PrefixWait, outcome: str) -> None:
         wait.leader = None
