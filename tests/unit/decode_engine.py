@@ -118,7 +118,6 @@ class Writers:
         self.ails: dict[int, str] = {}
         self.alive: list[int] = []
         self.roster = self.health = self
-        self.unusable = self.unresponsive = 0
 
     @property
     def usable(self) -> tuple[Any, ...]:

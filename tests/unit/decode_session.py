@@ -103,6 +103,10 @@ class Scene:
         question = encode(Explain(**wanted))
         return await self.decode.messaging.request(subject, question, timeout_s=1.0)
 
+    @property
+    def unresponsive(self) -> int:
+        return len(self.workers.roster.members) - len(self.workers.responsive)
+
     def counted(self, outcome: str) -> float:
         return self.decode.counted(f"remote/{outcome}")
 

@@ -17,7 +17,7 @@ from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Done
 from dynamo_lite.protocol.records import LinkRecord
-from tests.builders import CLAIM, ENGINE, NAMESPACE, loop_time
+from tests.builders import CLAIM, ENGINE, NAMESPACE, engine_metadata, loop_time
 from tests.unit.decode_engine import HELD, LIMIT, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
@@ -36,7 +36,7 @@ async def test_no_request_waits_for_a_writer_that_falls_silent():
         await scene.hush(OTHER)
         await scene.given_up_within(5.0, queued, others)
         assert scene.counted("writer_lost") == 2 and scene.counted("no_writer") == 1
-        assert scene.decode.net.workers.unresponsive == 2
+        assert scene.unresponsive == 2
         await asyncio.sleep(0.5)
         assert scene.decode.admit(prompt("r4", 10)) == 0
 
@@ -61,9 +61,9 @@ async def test_a_silent_writer_that_claims_is_given_another_while():
     async with Scene().open(WRITER, OTHER) as scene:
         await scene.hush(WRITER)
         await asyncio.sleep(6.0)
-        assert scene.decode.net.workers.unresponsive == 1
+        assert scene.unresponsive == 1
         held = await scene.ask("r1", claimed_by=WRITER)
-        assert scene.decode.net.workers.unresponsive == 0
+        assert scene.unresponsive == 0
         assert 2.8 < await scene.given_up_within(3.1, held)
         assert scene.counted("writer_lost") == 1
 
@@ -309,8 +309,11 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
         decision = await last_decision(scene)
         assert decision.queue is not None
         assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
-        workers = scene.decode.net.workers
-        assert (len(workers.usable), workers.unusable, workers.unresponsive) == (0, 1, 0)
+        scene.decode.half.metadata = engine_metadata()
+        status = await scene.decode.describe()
+        assert status is not None
+        assert (status.unusable_writers, status.unresponsive_writers) == (1, 0)
+        assert scene.workers.usable == ()
 
 
 @virtual

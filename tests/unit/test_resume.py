@@ -49,7 +49,6 @@ def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdic
             DisaggOptions(),
         ),
         tries=known["tries"],
-        max_tries=2,
         since=95.0,
         until=100.0 + known["left_s"],
         outcome=outcome,

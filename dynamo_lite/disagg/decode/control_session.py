@@ -112,8 +112,8 @@ class ControlSession:
         metadata, stepped_at = self._engine()
         if metadata is None:
             return None
-        ledger, now = self.attempts.ledger, self._now()
-        view = self.queue_watch.view
+        ledger, workers, now = self.attempts.ledger, self.workers, self._now()
+        view, responsive = self.queue_watch.view, len(workers.responsive)
         if view is not None and now - view.read_at > self.options.queue_view_max_age_s:
             view = None
         status = EngineStatus(
@@ -126,8 +126,8 @@ class ControlSession:
             queue_jobs=None if view is None else view.jobs,
             queue_tokens=None if view is None else view.tokens,
             last_step_age_s=now - stepped_at,
-            unresponsive_writers=self.workers.unresponsive,
-            unusable_writers=self.workers.unusable,
+            unresponsive_writers=len(workers.roster.members) - responsive,
+            unusable_writers=responsive - len(workers.usable),
             writers=sorted(ledger.writers),
         )
         return encode(status)

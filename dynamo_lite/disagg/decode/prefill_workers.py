@@ -19,8 +19,8 @@ from dynamo_lite.runtime.tasks import OnFailure, log_failure
 
 
 class PrefillWorkers:
-    """Use `follow()` as a context. Changed on the bridge's thread; the members and their counts
-    are read on any thread."""
+    """Use `follow()` as a context. Changed on the bridge's thread; `responsive` and `usable` are
+    read on any thread."""
 
     def __init__(self, config: EngineConfig, on_drop: OnDrop = uncounted):
         assert isinstance(config.role, DecodeEngineConfig)
@@ -89,13 +89,3 @@ class PrefillWorkers:
     def _is_marked(self, member: EndpointRecord) -> bool:
         key = names.link_key(self._namespace, member.lease_id, self._engine_id)
         return key in self._marked
-
-    @property
-    def unusable(self) -> int:
-        """How many workers respond, but have a failed link to this engine."""
-        return len(self.responsive) - len(self.usable)
-
-    @property
-    def unresponsive(self) -> int:
-        """How many workers are registered, but do not respond."""
-        return len(self.roster.members) - len(self.responsive)

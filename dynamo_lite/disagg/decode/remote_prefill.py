@@ -40,9 +40,9 @@ class PrefixWait:
 class RemotePrefill:
     """The record of one decision about a prompt, and of the remote prefill that follows from it.
 
-    A prompt that is computed here has a record as well, without an attempt. A prompt
-    that is decided again after a lost remote prefill gets a second record, which takes over the
-    limits of the first. The ledger owns the attempt's state.
+    A prompt that is computed here has a record as well, without an attempt. A prompt that is
+    decided again after a lost remote prefill gets a second record, which takes over the deadline
+    of the first. The ledger owns the attempt's state.
 
     `RemotePrefills` writes all fields on the engine's thread, except where a field says
     otherwise. Times are monotonic seconds; None: not reached.
@@ -62,8 +62,6 @@ class RemotePrefill:
 
     #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0
-    #: The limit of `tries`. Set with the prompt's first remote prefill.
-    max_tries: int = 0
     #: When the prompt's first remote prefill was requested.
     since: float = 0.0
     #: Deadline of the prompt's wait for all its remote prefills. None before the first one.
@@ -109,7 +107,6 @@ class RemotePrefill:
             decided,
             cached_tokens=self.cached_tokens,
             tries=self.tries,
-            max_tries=self.max_tries,
             since=self.since,
             until=self.until,
         )
@@ -134,7 +131,7 @@ def again(prefill: RemotePrefill, *, others: int, now: float) -> str:
     assert prefill.until is not None
     if prefill.outcome not in _OF_THE_WRITER:
         return "not_the_writer"  # another one would end the same way
-    if prefill.tries >= prefill.max_tries:
+    if prefill.tries >= prefill.decided.options.max_remote_prefills:
         return "tried"
     if others < 1:
         return "no_other"

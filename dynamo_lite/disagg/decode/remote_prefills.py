@@ -108,12 +108,11 @@ class RemotePrefills:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
         serves_others: whether other prompts may have use for the KV. held: blocks that stay
-        reserved until `release`. The other arguments are fields of `RemotePrefill`. The limits of
-        the prompt's first remote prefill apply to the later ones too.
+        reserved until `release`. The other arguments are fields of `RemotePrefill`. The deadline
+        of the prompt's first remote prefill applies to the later ones too.
         """
         if prefill.until is None:
             prefill.since, prefill.until = now, now + timeout_s
-            prefill.max_tries = prefill.decided.options.max_remote_prefills
         prefill.tries += 1
         prefill.held = held
         prefill.attempt, prefill.prompt, prefill.times["decide"] = attempt, prompt, now
