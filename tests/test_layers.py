@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 1_782,
     "dynamo_lite/serve": 4_907,
     "dynamo_lite/cli": 2_457,
-    "tests": 49_612,
+    "tests": 49_602,
     "tests/simulation": 7_888,
 }
 SLACK = 50

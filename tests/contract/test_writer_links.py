@@ -3,14 +3,11 @@
 import pytest
 
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
-from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.store import Lease, Store
-from tests.builders import endpoint_record, engine_config, eventually, register
+from tests.builders import DECODE_ROLE, endpoint_record, engine_config, eventually, register
 from tests.twins.servers import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -43,10 +40,7 @@ async def register_all(store: Store, namespace: str, *leases: int) -> PrefillWor
     for lease_id in leases:
         record = endpoint_record(lease_id, "PrefillWorker", "prefill", namespace=namespace)
         await register(store, record)
-    role = DecodeEngineConfig(
-        options=DisaggOptions(), prefill_component="PrefillWorker", queue=QueueConfig()
-    )
-    return PrefillWorkers(engine_config(role, namespace=namespace, engine_id=ENGINE))
+    return PrefillWorkers(engine_config(DECODE_ROLE, namespace=namespace, engine_id=ENGINE))
 
 
 def usable(workers: PrefillWorkers) -> list[int]:

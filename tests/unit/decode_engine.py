@@ -123,9 +123,7 @@ class Writers:
     def usable(self) -> tuple[Any, ...]:
         return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
 
-    @property
-    def responsive(self) -> tuple[Any, ...]:
-        return self.usable
+    responsive = usable
 
     def get(self, writer: int) -> int | None:
         return writer if writer in self.members else None
@@ -185,7 +183,8 @@ class Decode:
         self.net: Any = self.half._net
         self.attempts: Any = self.net.attempts
         self.use(self.queue)
-        self.writers = self.net.workers = self.attempts._workers = Writers()
+        self.workers, self.writers = self.net.workers, Writers()
+        self.net.workers = self.attempts._workers = self.writers
         self.sees()
 
     def use(self, queue: Any) -> None:

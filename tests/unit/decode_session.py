@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -61,7 +60,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.decode = Decode(LoopClock())  # type: ignore[arg-type]
-        self.workers = PrefillWorkers(self.decode.net._config)
+        self.workers = self.decode.workers
         self.store = MemoryStore()
         self.decode.clients.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
@@ -102,10 +101,6 @@ class Scene:
         subject = names.explain_subject(NAMESPACE, ENGINE)
         question = encode(Explain(**wanted))
         return await self.decode.messaging.request(subject, question, timeout_s=1.0)
-
-    @property
-    def unresponsive(self) -> int:
-        return len(self.workers.roster.members) - len(self.workers.responsive)
 
     def counted(self, outcome: str) -> float:
         return self.decode.counted(f"remote/{outcome}")

@@ -36,7 +36,7 @@ async def test_no_request_waits_for_a_writer_that_falls_silent():
         await scene.hush(OTHER)
         await scene.given_up_within(5.0, queued, others)
         assert scene.counted("writer_lost") == 2 and scene.counted("no_writer") == 1
-        assert scene.unresponsive == 2
+        assert scene.workers.responsive == ()
         await asyncio.sleep(0.5)
         assert scene.decode.admit(prompt("r4", 10)) == 0
 
@@ -61,9 +61,9 @@ async def test_a_silent_writer_that_claims_is_given_another_while():
     async with Scene().open(WRITER, OTHER) as scene:
         await scene.hush(WRITER)
         await asyncio.sleep(6.0)
-        assert scene.unresponsive == 1
+        assert len(scene.workers.responsive) == 1
         held = await scene.ask("r1", claimed_by=WRITER)
-        assert scene.unresponsive == 0
+        assert len(scene.workers.responsive) == 2
         assert 2.8 < await scene.given_up_within(3.1, held)
         assert scene.counted("writer_lost") == 1
 
