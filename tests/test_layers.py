@@ -59,7 +59,7 @@ BUDGET = {
     "dynamo_lite/routing": 1_017,
     "dynamo_lite/transfer": 1_257,
     "dynamo_lite/request_plane": 1_809,
-    "dynamo_lite/disagg": 5_949,
+    "dynamo_lite/disagg": 5_948,
     "dynamo_lite/vllm": 6_606,
     "dynamo_lite/forward": 4_498,
     "dynamo_lite/planner": 1_782,

@@ -125,7 +125,14 @@ class DecodeScheduler:
         prefill = self.prefills.allocated(request)
         if prefill is None or not external:
             return
-        self._begin(prefill, request, tables, external)
+        job, until = self._begin(prefill, request, tables, external)
+        self._jobs.append(job)
+        queued_at, wait_s = prefill.times["decide"], prefill.decided.options.max_queue_wait_s
+        self._events.append(
+            lambda ledger: ledger.allocated(
+                request.request_id, job.attempt, until, queued_at=queued_at, max_queue_wait_s=wait_s
+            )
+        )
 
     def build_step(self, filling: Iterable[int] = (), *, in_use: bool = False) -> DecodeStep:
         """Called in every step. filling: blocks that this step completes; the prefix cache has them
@@ -222,8 +229,9 @@ class DecodeScheduler:
 
     def _begin(
         self, prefill: RemotePrefill, request: Prompt, tables: BlockTables, external: int
-    ) -> None:
-        """Begins an attempt that brings the KV of `external` tokens."""
+    ) -> tuple[RemotePrefillRequest, float]:
+        """Begins an attempt that brings the KV of `external` tokens. Returns its job, and until
+        when the request waits, in monotonic seconds."""
         size, wanted = self._block_size, request.num_prompt_tokens - 1
         computed = (wanted - external) // size
         first = self._first_awaited(tables, computed)
@@ -264,16 +272,7 @@ class DecodeScheduler:
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
             first_token=_first_token(request, params, wanted - external),
         )
-        self._jobs.append(job)
-        self._events.append(
-            lambda ledger: ledger.allocated(
-                request.request_id,
-                attempt,
-                until,
-                queued_at=now,
-                max_queue_wait_s=options.max_queue_wait_s,
-            )
-        )
+        return job, until
 
     def _first_awaited(self, tables: BlockTables, computed: int) -> int:
         """The number of the first block that must be written, after `computed` cached ones.
