@@ -65,7 +65,7 @@ class Steps:
         made.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        nobody = SimpleNamespace(submit=lambda job: job.close())
+        nobody = SimpleNamespace(call=lambda _: None)
         with patch.object(connector, "ThreadBridge", lambda _: nobody):
             cls = made.scheduler_config.get_scheduler_cls()
             self.engine = cls(made, cache, StructuredOutputManager(made), BLOCK, log_stats=True)
@@ -78,7 +78,7 @@ class Steps:
         self.engine.finish_requests("cached", RequestStatus.FINISHED_ABORTED)
         net = self.engine.connector._decode._net
         net.queue_watch.view = QueueView(0, 0, time.monotonic())
-        net.workers._health = SimpleNamespace(responsive=(SimpleNamespace(lease_id=1),))
+        net.workers.usable = net.workers.responsive = (SimpleNamespace(lease_id=1),)
 
     def add(self, name: str, tokens: Sequence[int]) -> None:
         params = SamplingParams(max_tokens=5000, ignore_eos=True)

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 
-from dynamo_lite.disagg.counters import BYTES
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WritingAttempt
+from dynamo_lite.disagg.metrics import BYTES
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.codec import encode

@@ -1,30 +1,21 @@
 """The event loop beside an engine, for its connections to NATS, etcd and the queue.
 
 The scheduler half runs in a thread of the engine and must not block. Everything that
-waits runs on an event loop in a thread of its own. The two share `submit` (engine to loop,
-never blocks) and the locked state of the caller.
+waits runs on an event loop in a thread of its own. The engine reaches it with `call`.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import uvloop
 
-from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.disagg.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.disagg.queue.jetstream import JetStreamQueue
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, end_process
-from dynamo_lite.runtime.store import Store
-from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +32,11 @@ class Bridge(Protocol):
         """Returns when the session has been entered. Raises StartupError."""
         ...
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs the coroutine as a task of the bridge. Never blocks."""
+    def call(self, callback: Callable[[], None]) -> None:
+        """Calls it in the bridge's event loop, soon. Never blocks."""
         ...
 
     def close(self) -> None: ...
-
-
-class ServerClients(Protocol):
-    """Each call opens a client of its own, as a context."""
-
-    def messaging(self) -> AbstractAsyncContextManager[Messaging]: ...
-
-    def store(self) -> AbstractAsyncContextManager[Store]: ...
-
-    def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]: ...
-
-
-class NatsEtcdClients:
-    """Implements `ServerClients` with NATS and etcd at the URLs of the engine's config."""
-
-    def __init__(self, config: EngineConfig):
-        self._config = config
-
-    def messaging(self) -> NatsMessaging:
-        return NatsMessaging(self._config.nats_url)
-
-    def store(self) -> EtcdStore:
-        return EtcdStore(self._config.etcd_url)
-
-    def queue(self, config: QueueConfig) -> PrefillQueue:
-        return JetStreamQueue(self._config.nats_url, self._config.namespace, config)
 
 
 #: Returns the bridge of a session.
@@ -93,7 +58,6 @@ class ThreadBridge:
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._tasks = OwnedTasks()
         self._thread = threading.Thread(target=self._run, name="dynamo-lite-bridge", daemon=True)
 
     def start(self, timeout_s: float) -> None:
@@ -106,14 +70,10 @@ class ThreadBridge:
         if self._failure is not None:
             raise StartupError(f"the engine's bridge failed: {self._failure}") from self._failure
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """See `Bridge`. Failures are logged."""
-        try:
-            self._loop.call_soon_threadsafe(
-                lambda: self._tasks.start(coroutine, name="bridge work")
-            )
-        except RuntimeError:  # the loop is closed: the process shuts down
-            coroutine.close()
+    def call(self, callback: Callable[[], None]) -> None:
+        """See `Bridge`. A failure is logged."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process shuts down
+            self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
         self._closing = True
@@ -141,6 +101,6 @@ class ThreadBridge:
         self._loop.close()
 
     async def _main(self) -> None:
-        async with self._session(), self._tasks:
+        async with self._session():
             self._ready.set()
             await self._stop.wait()

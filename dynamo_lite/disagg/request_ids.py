@@ -5,30 +5,7 @@ was aborted while its KV was in flight. An engine fails when it sees an id twice
 names.
 """
 
-import re
 from collections.abc import Iterable
-
-#: What is added to a client's id. In front: the number of a sequence (`n` > 1), and the route, if
-#: the id is the client's X-Request-Id. Behind: the number of its prompt, eight random digits, and
-#: the number of the worker that runs it.
-_SIBLING, _ROUTE = re.compile(r"^\d+_"), re.compile(r"^(chat)?cmpl-")
-_BEHIND = re.compile(r"(-\d+)?(-[0-9a-f]{8})?")
-
-
-def is_of(own: str, asked: str) -> bool:
-    """Whether the engine's name `own` belongs to the request with the id `asked`.
-
-    asked: the id of the answer, the client's X-Request-Id, or the id of a process between the
-    client and the engine.
-    """
-    name = own.rpartition("#")[0] or own
-    for text in (own, name, name.partition("~")[0]):
-        one = _SIBLING.sub("", text)
-        for start in (text, one, _ROUTE.sub("", one)):
-            behind = start.removeprefix(asked)
-            if start.startswith(asked) and _BEHIND.fullmatch(behind):
-                return True
-    return False
 
 
 class RequestIds:

@@ -61,10 +61,6 @@ class DecisionInputs(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether the prompt has waited for another request's remote prefill, which brought its prefix.
     prefix_awaited: bool = False
 
-    @property
-    def uncached_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens - self.offloaded_tokens
-
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a remote prefill."""

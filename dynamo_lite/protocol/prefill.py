@@ -67,11 +67,6 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     first_token: FirstTokenWanted | None = None
     wire_version: int = WIRE_VERSION
 
-    @property
-    def tokens_to_compute(self) -> int:
-        """Those that the decode engine does not hold."""
-        return len(self.prompt_token_ids) - self.num_computed_tokens
-
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine: may I write this attempt, and may I go on?

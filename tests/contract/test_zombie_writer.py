@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, STOPPED
 from dynamo_lite.disagg.messages import NOT_HELD
+from dynamo_lite.disagg.metrics import BYTES, STOPPED
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import decode_written
 from dynamo_lite.runtime.claim_cells import Cell, CellReader

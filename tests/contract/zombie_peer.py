@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import SECONDS
 from dynamo_lite.disagg.messages import BlockWrite, PrefillStep, WritingAttempt
+from dynamo_lite.disagg.metrics import SECONDS
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import KvRegion, RankMetadata

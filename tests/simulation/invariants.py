@@ -11,8 +11,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from dynamo_lite.disagg.attempts.ledger import CLAIM_S, Outcome
-from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
+from dynamo_lite.disagg.metrics import MISMATCH
 from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol.prefill import (
     ClaimRefused,

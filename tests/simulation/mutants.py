@@ -83,13 +83,13 @@ class _NoPrefixHold(DecodeScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        hold, pool = self.prefills.hold, self._pool
+        asked, pool = self.prefills.asked, self._pool
 
-        def hold_less(attempt: str, blocks: Sequence[Any]) -> None:
-            pool.free_blocks([block for block in blocks if block.key is not None])
-            hold(attempt, [block for block in blocks if block.key is None])
+        def held_less(*about: Any, held: Sequence[Any], **more: Any) -> float:
+            pool.free_blocks([block for block in held if block.key is not None])
+            return asked(*about, held=[block for block in held if block.key is None], **more)
 
-        self.prefills.hold = hold_less
+        self.prefills.asked = held_less
 
 
 class _TakesBackClaimed(Ledger):

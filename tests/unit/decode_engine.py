@@ -38,17 +38,17 @@ LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
 
 
 class Bridge:
-    """Keeps what is submitted until the test runs it."""
+    """Keeps what is to be called until the test calls it."""
 
     def __init__(self, _session: Any):
-        self.submitted: list[Coroutine[Any, Any, None]] = []
+        self.calls: list[Callable[[], Coroutine[Any, Any, None] | None]] = []
 
     def start(self, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self.submitted.append(coroutine)
+    def call(self, callback: Callable[[], None]) -> None:
+        self.calls.append(callback)
 
 
 class Clients:
@@ -111,16 +111,19 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
 
 
 class Writers:
-    """Who is registered, and what ails them: the roster and the monitor in one."""
+    """Who is registered, and what ails them: the workers, their roster and their monitor in one."""
 
     def __init__(self) -> None:
         self.members: tuple[int, ...] = (WRITER,)
         self.ails: dict[int, str] = {}
         self.alive: list[int] = []
+        self.roster = self.health = self
 
     @property
-    def responsive(self) -> tuple[Any, ...]:
+    def usable(self) -> tuple[Any, ...]:
         return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
+
+    responsive = usable
 
     def get(self, writer: int) -> int | None:
         return writer if writer in self.members else None
@@ -178,21 +181,22 @@ class Decode:
         )
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
+        self.attempts: Any = self.net.attempts
         self.use(self.queue)
-        workers = self.net.workers
-        self.writers = workers._roster = workers._health = Writers()
+        self.workers, self.writers = self.net.workers, Writers()
+        self.net.workers = self.attempts._workers = self.writers
         self.sees()
 
     def use(self, queue: Any) -> None:
         """The engine's jobs go to this queue from now on."""
-        self.queue = self.net._queue = queue
+        self.queue = self.attempts._queue = queue
         # Run by `network`, and no timers.
-        self.net._start = lambda coro, _about: self.bridge.submit(coro)
+        self.attempts._start = lambda coro, _about: self.bridge.calls.append(lambda: coro)
 
     def pass_s(self, seconds: float) -> None:
         """Time passes, and the ledger sees it."""
         self.clock.now += seconds
-        self.net._on_time()
+        self.attempts._on_time()
 
     def sees(self, jobs: int = 0, *, tokens: int = 0) -> None:
         """The bridge reads the queue."""
@@ -231,8 +235,9 @@ class Decode:
 
     async def network(self) -> None:
         """Runs what the scheduler half has submitted."""
-        while self.bridge.submitted:
-            await self.bridge.submitted.pop(0)
+        while self.bridge.calls:
+            if (work := self.bridge.calls.pop(0)()) is not None:
+                await work
 
     async def job(self) -> RemotePrefillRequest:
         """The next job on the queue, with what the scheduler submitted run first."""
@@ -258,7 +263,7 @@ class Decode:
         self, attempt: str, writer: int = WRITER, claim: int = CLAIM
     ) -> Held | ClaimRefused:
         asked = Claim(attempt=attempt, claim=claim, writer_lease_id=writer)
-        return decode_claim_reply(await self.net._on_claim(encode(asked)))
+        return decode_claim_reply(await self.attempts.on_claim(encode(asked)))
 
     async def done(
         self,
@@ -268,7 +273,7 @@ class Decode:
         **more: Any,
     ) -> None:
         done = Done(attempt=attempt, claim=claim, outcome=outcome, **more)
-        await self.net._on_done(encode(done))
+        await self.attempts.on_done(encode(done))
 
     def attempt_of(self, request_id: str) -> str:
         """The last attempt of a request."""

@@ -60,6 +60,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.decode = Decode(LoopClock())  # type: ignore[arg-type]
+        self.workers = self.decode.workers
         self.store = MemoryStore()
         self.decode.clients.servers = Twins(self.decode, self.store)
         self.verdicts: dict[int, tuple[bool, str]] = {}
@@ -72,8 +73,10 @@ class Scene:
     async def open(self, *writers: int) -> AsyncIterator["Scene"]:
         for writer in writers:
             await self.join(writer)
-        del self.decode.net._start  # in a session it runs them itself
-        async with self.decode.net.session():
+        net, attempts = self.decode.net, self.decode.attempts
+        del attempts._start  # in a session it runs them itself
+        net.workers = attempts._workers = self.workers
+        async with net.session():
             steps = asyncio.create_task(self._step())
             await asyncio.sleep(2.0)
             try:

@@ -30,9 +30,6 @@ async def follow():
     await lost.wait()
     raise ValueError("no such\\nthing")
 
-async def lose():
-    lost.set()
-
 @contextlib.asynccontextmanager
 async def session():
     async with needed() as fail, running(follow(), name="follower", on_failure=fail):
@@ -40,7 +37,7 @@ async def session():
 
 bridge = ThreadBridge(session)
 bridge.start(30)
-bridge.submit(lose())
+bridge.call(lost.set)
 threading.Event().wait()
 """
 
@@ -52,7 +49,7 @@ class Session:
 
     def __init__(self, *, refused: bool = False, bad_end: bool = False):
         self.refused, self.bad_end = refused, bad_end
-        self._lost = asyncio.Event()
+        self.lost = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
@@ -64,11 +61,8 @@ class Session:
             if self.bad_end:
                 raise ValueError("not closed")
 
-    async def lose(self) -> None:
-        self._lost.set()
-
     async def _follow(self) -> None:
-        await self._lost.wait()
+        await self.lost.wait()
         raise ValueError("lost")
 
 
@@ -86,7 +80,7 @@ def test_a_session_that_ends_by_itself_ends_the_process_once():
     session = Session()
     bridge = ThreadBridge(session, end_process=ends.release)
     bridge.start(WAIT_S)
-    bridge.submit(session.lose())
+    bridge.call(session.lost.set)
     assert ends.acquire(timeout=WAIT_S)
     bridge.close()
     assert not ends.acquire(blocking=False)

@@ -7,6 +7,7 @@ import pytest
 
 from dynamo_lite.cli.explain import DECODE, Taken, as_table
 from dynamo_lite.disagg.decode import decision_log
+from dynamo_lite.disagg.decode.decision_log import explained
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,
@@ -18,7 +19,9 @@ from tests.unit.decode_engine import HELD, LIMIT, QUEUE_SIZE, TIMEOUT_S, Decode,
 
 
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
-    answer = decode_explained(decode.half.prefills.decisions.answer(encode(Explain(**wanted))))
+    decisions, now = decode.half.prefills.decisions, decode.clock.now
+    payload = encode(Explain(**wanted))
+    answer = decode_explained(explained(decode.net._config, decisions, payload, now))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
     return answer.decisions
 

@@ -129,7 +129,7 @@ async def test_a_verdict_without_blocks_is_taken_again(decode: Decode):
     assert decode.admit(request) == 0
     assert decode.counted("decision/remote/long") == 0
     assert decode.counted("decision/local/queue_full") == 1
-    assert decode.bridge.submitted == []
+    assert decode.bridge.calls == []
 
 
 # How remote prefills end

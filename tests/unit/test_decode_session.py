@@ -7,7 +7,6 @@ import pytest
 
 from dynamo_lite.disagg.attempts.ledger import DeleteJob, Outcome
 from dynamo_lite.disagg.decode import prefill_workers
-from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.queue.base import QueueDepth
 from dynamo_lite.disagg.transfer_params import decode_params
 from dynamo_lite.protocol import names
@@ -18,7 +17,7 @@ from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.live_options import LiveOptionsRecord
 from dynamo_lite.protocol.prefill import Done
 from dynamo_lite.protocol.records import LinkRecord
-from tests.builders import CLAIM, ENGINE, NAMESPACE, loop_time
+from tests.builders import CLAIM, ENGINE, NAMESPACE, engine_metadata, loop_time
 from tests.unit.decode_engine import HELD, LIMIT, WRITER, prompt
 from tests.unit.decode_session import OTHER, Scene
 from tests.unit.virtual import virtual
@@ -37,7 +36,7 @@ async def test_no_request_waits_for_a_writer_that_falls_silent():
         await scene.hush(OTHER)
         await scene.given_up_within(5.0, queued, others)
         assert scene.counted("writer_lost") == 2 and scene.counted("no_writer") == 1
-        assert scene.decode.net.workers.unresponsive == 2
+        assert scene.workers.responsive == ()
         await asyncio.sleep(0.5)
         assert scene.decode.admit(prompt("r4", 10)) == 0
 
@@ -62,9 +61,9 @@ async def test_a_silent_writer_that_claims_is_given_another_while():
     async with Scene().open(WRITER, OTHER) as scene:
         await scene.hush(WRITER)
         await asyncio.sleep(6.0)
-        assert scene.decode.net.workers.unresponsive == 1
+        assert len(scene.workers.responsive) == 1
         held = await scene.ask("r1", claimed_by=WRITER)
-        assert scene.decode.net.workers.unresponsive == 0
+        assert len(scene.workers.responsive) == 2
         assert 2.8 < await scene.given_up_within(3.1, held)
         assert scene.counted("writer_lost") == 1
 
@@ -232,8 +231,7 @@ async def test_a_session_ends_with_the_failure_of_a_loop_that_it_needs(
                     monkeypatch.setattr(prefill_workers, "changes", broken)
                     await scene.store.put(names.links_prefix(NAMESPACE) + "x", b"")
                 case "roster":
-                    assert net.workers._roster is not None
-                    monkeypatch.setattr(net.workers._roster, "_publish", broken)
+                    monkeypatch.setattr(net.workers.roster, "_publish", broken)
                     await scene.join(OTHER)
                 case _:
                     key = names.live_options_key(NAMESPACE, "VllmWorker")
@@ -281,7 +279,7 @@ async def test_an_instruction_that_fails_does_not_stop_the_next_one():
 
         scene.decode.queue.delete = delete  # type: ignore[method-assign]
         scene.decode.ledger.withdraw_queued = lambda _: [DeleteJob(1), DeleteJob(2)]
-        scene.decode.net._apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        scene.decode.attempts.apply(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
         await asyncio.sleep(0.1)
         assert deleted == [1, 2]
 
@@ -311,8 +309,11 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
         decision = await last_decision(scene)
         assert decision.queue is not None
         assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
-        workers = scene.decode.net.workers
-        assert (len(workers.usable), workers.unusable, workers.unresponsive) == (0, 1, 0)
+        scene.decode.half.metadata = engine_metadata()
+        status = await scene.decode.describe()
+        assert status is not None
+        assert (status.unusable_writers, status.unresponsive_writers) == (1, 0)
+        assert scene.workers.usable == ()
 
 
 @virtual
@@ -326,7 +327,7 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
         assert (await scene.decode.queue.depth()).jobs == 1, "only the claimed one is left"
         assert held not in scene.given_up, "its writer may have begun before"
         with pytest.MonkeyPatch.context() as just_before:
-            just_before.setattr(PrefillWorkers, "usable", PrefillWorkers.responsive)
+            just_before.setattr(scene.workers, "usable", scene.workers.responsive)
             assert scene.decode.admit(prompt("r3", 10)) > 0
         pushed = scene.decode.attempt_of("r3")
         await scene.given_up_within(0.1, pushed)

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, MISMATCH
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -20,6 +19,7 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.disagg.metrics import BYTES, MISMATCH
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import decode_written
@@ -235,14 +235,13 @@ class Lost:
             if report is not None:
                 engine.half.worker_output(RankResults(), report)
         engine.half.worker_output(RankResults(lost={"r-a1"}))
-        for coroutine in engine.bridge.submitted:
-            coroutine.close()
         return tokens[0] // BLOCK if tokens else 0
 
     async def _give_up(self, engine: Engine) -> None:
         assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
         await engine.step()
         engine.pass_s(TIMEOUT_S)
+        await engine.network()
         assert engine.half.build_step().give_up
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, DROPPED, LATE, SECONDS, STOPPED
+from dynamo_lite.disagg.counters import DROPPED
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
@@ -19,6 +19,7 @@ from dynamo_lite.disagg.messages import (
     PrefillStep,
     WorkerReport,
 )
+from dynamo_lite.disagg.metrics import BYTES, DESCRIPTORS, LATE, SECONDS, STOPPED
 from dynamo_lite.disagg.prefill import remote_ranks
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode

@@ -1,6 +1,7 @@
 import pytest
 
-from dynamo_lite.disagg.request_ids import RequestIds, is_of
+from dynamo_lite.disagg.decode.decision_log import is_of
+from dynamo_lite.disagg.request_ids import RequestIds
 
 
 def test_an_id_that_comes_again_gets_another_name():

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.disagg.counters import SPAN, STAGE
+from dynamo_lite.disagg.counters import SPAN
 from dynamo_lite.disagg.messages import RankResults
+from dynamo_lite.disagg.metrics import STAGE
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Claim
 from dynamo_lite.protocol.trace import new_trace
@@ -37,7 +38,7 @@ async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     await decode.network()
     clock.now += 2 + 4
     claim = Claim(attempt=attempt, claim=CLAIM, writer_lease_id=WRITER)
-    await decode.net._on_claim(encode(claim))
+    await decode.attempts.on_claim(encode(claim))
     decode.half.build_step()
     return attempt
 

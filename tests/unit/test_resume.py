@@ -49,7 +49,6 @@ def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdic
             DisaggOptions(),
         ),
         tries=known["tries"],
-        max_tries=2,
         since=95.0,
         until=100.0 + known["left_s"],
         outcome=outcome,
@@ -148,7 +147,7 @@ class Caching(Engine):
 
     async def falls_silent(self, writer: int) -> None:
         self.writers.ails[writer] = "no beats"
-        self.net._on_health(frozenset(), frozenset({writer}))
+        self.attempts.workers_changed(frozenset(), frozenset({writer}))
 
     async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
         """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""

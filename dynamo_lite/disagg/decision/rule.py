@@ -40,6 +40,11 @@ WANT_OF_ROOM = frozenset({DecisionReason.QUEUE_FULL, DecisionReason.QUEUE_TOKENS
 OVERFLOW_REASONS = WANT_OF_ROOM | {DecisionReason.QUEUE_UNKNOWN}
 
 
+def uncached_tokens(inputs: DecisionInputs) -> int:
+    """Those that a local prefill would compute."""
+    return inputs.prompt_tokens - inputs.cached_tokens - inputs.offloaded_tokens
+
+
 def decide(inputs: DecisionInputs, thresholds: DisaggOptions) -> DecisionReason:
     """The verdict for one prompt."""
     if not inputs.transferable:
@@ -48,7 +53,7 @@ def decide(inputs: DecisionInputs, thresholds: DisaggOptions) -> DecisionReason:
         return DecisionReason.LEAVING
     # The last token is always computed here, since the first new one is sampled from it.
     limit = max(thresholds.max_local_prefill_length, 1)
-    if inputs.uncached_tokens <= limit:
+    if uncached_tokens(inputs) <= limit:
         if inputs.prompt_tokens <= limit:
             return DecisionReason.SHORT
         return DecisionReason.SINGLE_FLIGHT if inputs.prefix_awaited else DecisionReason.CACHED

@@ -65,16 +65,13 @@ class FirstTokens:
         """Requests that are awaited."""
         return len(self._awaited)
 
-    def expect(self, own: str, request: GenerateRequest, stops: frozenset[int]) -> None:
+    def expect(self, own: str, request: GenerateRequest, stops: frozenset[int] | None) -> None:
         """A prefill worker may send the first token of this request.
 
-        stops: tokens that end its answer.
+        stops: tokens that end its answer; None: the request continues one whose first token was
+        sent (see `settle`).
         """
-        self._awaited[own] = _Awaited(request, stops, self._now())
-
-    def go_on(self, own: str, request: GenerateRequest) -> None:
-        """The request continues one whose first token was sent; see `settle`."""
-        self._awaited[own] = _Awaited(request, None, self._now(), told=True)
+        self._awaited[own] = _Awaited(request, stops, self._now(), told=stops is None)
 
     def forget(self, own: str) -> None:
         """The request was aborted. Unknown names are ignored."""
@@ -128,7 +125,7 @@ class FirstTokens:
 
         None: nothing. A request: the engine has sampled another first token than the client got.
         Its request is to be aborted, and this one submitted in its place, which goes on from the
-        client's token; see `go_on`.
+        client's token; see `expect`.
         """
         awaited = self._awaited.get(own)
         if awaited is None:

@@ -5,6 +5,7 @@ Each engine reads the queue from the broker, which enforces the hard cap itself.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ _PERIOD_S = 0.25
 #: Bytes of a job for each token to compute, until this engine has pushed some: a token id of a
 #: large vocabulary has 3 to 5.
 _BYTES_PER_TOKEN = 4.0
-#: Factor on the weight of all earlier jobs when one is pushed: about the last ten count.
-_FADE = 0.9
+#: How many of the last jobs count.
+_LAST = 10
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,8 @@ class QueueWatch:
         self._now = now
         #: The last reading; None before the first one. Decisions read it in one step.
         self.view: QueueView | None = None
-        #: Tokens to compute and bytes of the jobs that this engine has pushed, fading.
-        self._pushed_tokens, self._pushed_bytes = 1.0, _BYTES_PER_TOKEN
-
-    def pushed(self, tokens: int, size: int) -> None:
-        """This engine has pushed a job. tokens: to compute. size: in bytes."""
-        self._pushed_tokens = _FADE * self._pushed_tokens + tokens
-        self._pushed_bytes = _FADE * self._pushed_bytes + size
+        #: Tokens to compute and bytes of each of the last jobs that this engine has pushed.
+        self.pushed = deque[tuple[int, int]](maxlen=_LAST)
 
     async def watch(self, queue: PrefillQueue) -> None:
         """Reads the queue from time to time, without end."""
@@ -56,6 +52,12 @@ class QueueWatch:
             except DynamoLiteError as exc:
                 logger.debug("reading the queue failed: %s", exc)
             else:
-                tokens = round(depth.size * self._pushed_tokens / self._pushed_bytes)
-                self.view = QueueView(depth.jobs, tokens, read_at)
+                self.view = QueueView(depth.jobs, self._tokens(depth.size), read_at)
             await asyncio.sleep(_PERIOD_S)
+
+    def _tokens(self, size: int) -> int:
+        """Estimates the tokens to compute of jobs with `size` bytes."""
+        if not self.pushed:
+            return round(size / _BYTES_PER_TOKEN)
+        tokens, sizes = zip(*self.pushed, strict=True)
+        return round(size * sum(tokens) / sum(sizes))

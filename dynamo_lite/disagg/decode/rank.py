@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamo_lite.disagg.counters import LATE, MISMATCH, Counters
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
+from dynamo_lite.disagg.metrics import LATE, MISMATCH
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Written, decode_written
 from dynamo_lite.protocol.records import KvRegion, RankMetadata

@@ -1,18 +1,10 @@
-"""One prompt as a decode engine knows it: the decision about it, and its remote prefill.
-
-The stages of a remote prefill, each from the end of the one before:
-
-    decided ─decide─► asked ─queue─► claimed ─fill─► received ─resume─► scheduled
-
-Without a commit the last one is `lost`, from the last stage that was reached.
-"""
+"""One prompt as a decode engine knows it: the decision about it, and its remote prefill."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
-from dynamo_lite.disagg.counters import DECISION, Counters, note_child, note_span
 from dynamo_lite.disagg.decision.rule import DecisionReason
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.protocol.decisions import DecisionInputs
@@ -48,9 +40,9 @@ class PrefixWait:
 class RemotePrefill:
     """The record of one decision about a prompt, and of the remote prefill that follows from it.
 
-    A prompt that is computed here has a record as well, without an attempt (`is_remote`). A prompt
-    that is decided again after a lost remote prefill gets a second record, which takes over the
-    limits of the first. The ledger owns the attempt's state.
+    A prompt that is computed here has a record as well, without an attempt. A prompt that is
+    decided again after a lost remote prefill gets a second record, which takes over the deadline
+    of the first. The ledger owns the attempt's state.
 
     `RemotePrefills` writes all fields on the engine's thread, except where a field says
     otherwise. Times are monotonic seconds; None: not reached.
@@ -70,8 +62,6 @@ class RemotePrefill:
 
     #: Number of remote prefills that were requested for the prompt, including this one.
     tries: int = 0
-    #: The limit of `tries`. Set with the prompt's first remote prefill.
-    max_tries: int = 0
     #: When the prompt's first remote prefill was requested.
     since: float = 0.0
     #: Deadline of the prompt's wait for all its remote prefills. None before the first one.
@@ -79,13 +69,14 @@ class RemotePrefill:
 
     #: Id of the attempt; empty until the engine asks for a remote prefill.
     attempt: str = ""
-    #: The engine's request while the engine waits for its KV.
+    #: The engine's request while it is parked: until the engine learns that the KV came, or will
+    #: not come.
     prompt: Prompt | None = None
     #: Number of the prompt's first block that is awaited.
     first_block: int = 0
     #: Tokens that a prefill worker has to compute. Read by `SingleFlight`.
     awaited_tokens: int = 0
-    #: Hashes of the awaited blocks that the engine will cache, while `parked`.
+    #: Hashes of the awaited blocks that the engine will cache, while it is parked.
     hashes: Sequence[Hashable] = ()
     #: Span of the attempt, and of its request; None without a trace. Read by spans.
     trace: TraceContext | None = None
@@ -109,16 +100,6 @@ class RemotePrefill:
     #: Blocks on which the engine has own references while a writer may touch them.
     held: Sequence[Block] = ()
 
-    @property
-    def parked(self) -> bool:
-        """Whether the engine waits for the KV, until it learns that it came or will not come."""
-        return self.prompt is not None
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the verdict is remote."""
-        return self.decided.reason.verdict == "remote"
-
     def next_try(self, decided: Decided) -> "RemotePrefill":
         """The record of the same prompt's next decision, after this remote prefill was lost."""
         return RemotePrefill(
@@ -126,7 +107,6 @@ class RemotePrefill:
             decided,
             cached_tokens=self.cached_tokens,
             tries=self.tries,
-            max_tries=self.max_tries,
             since=self.since,
             until=self.until,
         )
@@ -151,60 +131,9 @@ def again(prefill: RemotePrefill, *, others: int, now: float) -> str:
     assert prefill.until is not None
     if prefill.outcome not in _OF_THE_WRITER:
         return "not_the_writer"  # another one would end the same way
-    if prefill.tries >= prefill.max_tries:
+    if prefill.tries >= prefill.decided.options.max_remote_prefills:
         return "tried"
     if others < 1:
         return "no_other"
     # Late: less time is left than was already spent.
     return "late" if prefill.until - now < now - prefill.since else WRITER_LOST
-
-
-def stages_s(prefill: RemotePrefill) -> dict[str, float]:
-    """Durations of the stages that a remote prefill has reached, in seconds."""
-    start, stages = prefill.decided.at, dict[str, float]()
-    for stage, end in list(prefill.times.items()):
-        stages[stage] = end - start
-        start = end
-    return stages
-
-
-def report_decision(
-    stats: Counters, above: TraceContext | None, prefill: RemotePrefill, now: float
-) -> None:
-    """Counts a decision, and notes its span. It holds since `now`."""
-    decided = prefill.decided
-    verdict, reason = decided.reason.verdict, decided.reason.value
-    stats.add(f"{DECISION}/{verdict}/{reason}")
-    if above is None:
-        return
-    attributes: dict[str, str | int] = {
-        "dynamo_lite.verdict": verdict,
-        "dynamo_lite.reason": reason,
-        "dynamo_lite.prompt_tokens": decided.inputs.prompt_tokens,
-        "dynamo_lite.cached_tokens": decided.inputs.cached_tokens,
-    }
-    if decided.inputs.queue is not None:
-        attributes["dynamo_lite.queue_jobs"] = decided.inputs.queue.jobs
-    note_child(stats, "decision", above, decided.at, now, attributes)
-
-
-def report_end(stats: Counters, prefill: RemotePrefill) -> None:
-    """Notes the spans of a remote prefill that has ended, and counts its stages if its KV
-    came."""
-    trace, above, times = prefill.trace, prefill.above, prefill.times
-    if "fill" in times:
-        for stage, seconds in stages_s(prefill).items():
-            stats.add_stage(stage, seconds)
-    if trace is None or above is None:
-        return
-    assert prefill.outcome is not None
-    named = {
-        "dynamo_lite.attempt": prefill.attempt,
-        "dynamo_lite.outcome": prefill.outcome.value,
-    }
-    if prefill.detail:
-        named["dynamo_lite.detail"] = prefill.detail
-    asked, *_, ended = times.values()
-    note_span(stats, "remote prefill", trace, above.span_id, asked, ended, attributes=named)
-    if "queue" in times:
-        note_child(stats, "queue wait", trace, asked, times["queue"])

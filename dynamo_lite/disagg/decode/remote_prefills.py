@@ -8,29 +8,30 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.attempts.ledger import Outcome
-from dynamo_lite.disagg.counters import ASKED, OVERFLOW, REMOTE, Counters, note_child
-from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import (
-    Decided,
-    RemotePrefill,
-    report_decision,
-    report_end,
-)
+from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decision.rule import OVERFLOW_REASONS, uncached_tokens
+from dynamo_lite.disagg.decode.decision_log import MOST
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.reports import report_decision, report_end, report_resume
 from dynamo_lite.disagg.engine_api import Block, Prompt
+from dynamo_lite.disagg.metrics import ASKED, OVERFLOW, REMOTE
 from dynamo_lite.protocol.trace import traced
 
 
 class RemotePrefills:
     """Methods run on the engine's thread.
 
-    stats: receives counts, spans, and the stages of remote prefills whose KV came. decisions:
-    keeps the records for `explain`. now: monotonic.
+    stats: receives counts, spans, and the stages of remote prefills whose KV came. now: monotonic.
+    hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None when the engine caches no
+    prefixes.
     """
 
-    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
-        self.decisions = decisions
-        self._stats, self._now = stats, now
+    def __init__(
+        self, stats: Counters, now: Callable[[], float], hash_block_size: int | None = None
+    ):
+        self._stats, self._now, self.hash_block_size = stats, now, hash_block_size
+        #: The final decisions about prompts, the last ones, for `explain`.
+        self.decisions = deque[RemotePrefill](maxlen=MOST)
         # Other classes read the next two fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
@@ -77,13 +78,16 @@ class RemotePrefills:
         if prefill is None:
             return None
         if prefill.allocated:
-            self._scheduled(prefill)
+            # The engine computes the prompt's last token. Only the first time counts.
+            if "fill" in prefill.times and "resume" not in prefill.times:
+                prefill.times["resume"] = self._now()
+                report_resume(self._stats, prefill)
             return None
         prefill.allocated, prefill.wait = True, None
         if not prefill.tries:
             prefill.cached_tokens = prefill.decided.inputs.cached_tokens
         if prefill.decided.reason in OVERFLOW_REASONS:
-            self._stats.add(OVERFLOW, prefill.decided.inputs.uncached_tokens)
+            self._stats.add(OVERFLOW, uncached_tokens(prefill.decided.inputs))
         self.decisions.append(prefill)
         report_decision(self._stats, traced(request.trace_headers), prefill, self._now())
         return prefill
@@ -98,23 +102,25 @@ class RemotePrefills:
         timeout_s: float,
         first_block: int,
         awaited_tokens: int,
-        hashes: Sequence[Hashable],
+        serves_others: bool,
+        held: Sequence[Block],
     ) -> float:
         """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
-        The other arguments are fields of `RemotePrefill`. The limits of the prompt's first remote
-        prefill apply to the later ones too.
+        serves_others: whether other prompts may have use for the KV. held: blocks that stay
+        reserved until `release`. The other arguments are fields of `RemotePrefill`. The deadline
+        of the prompt's first remote prefill applies to the later ones too.
         """
         if prefill.until is None:
             prefill.since, prefill.until = now, now + timeout_s
-            prefill.max_tries = prefill.decided.options.max_remote_prefills
         prefill.tries += 1
+        prefill.held = held
         prefill.attempt, prefill.prompt, prefill.times["decide"] = attempt, prompt, now
         prefill.first_block, prefill.awaited_tokens = first_block, awaited_tokens
         prefill.above = above = traced(prompt.trace_headers)
         prefill.trace = None if above is None else above.child()
-        prefill.hashes = hashes
-        for key in hashes:
+        prefill.hashes = prompt.block_hashes[: self.cacheable(prompt)] if serves_others else ()
+        for key in prefill.hashes:
             self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self._asked.append((now, awaited_tokens))
         self._by_attempt[attempt] = prefill
@@ -137,10 +143,6 @@ class RemotePrefills:
             return None
         self._unpark(prefill)
         return prefill, prompt
-
-    def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
-        """The attempt's blocks stay reserved until `release`."""
-        self._by_attempt[attempt].held = blocks
 
     def release(self, attempt: str) -> Sequence[Block]:
         """Returns the blocks that are not held any more."""
@@ -188,21 +190,28 @@ class RemotePrefills:
             self._asked.popleft()
         return len(self._asked), sum(tokens for _, tokens in self._asked)
 
+    def leader_of(self, request_id: str) -> str | None:
+        """The parked request for whose KV the request waits; None if there is none, so that the
+        engine must call `num_new_matched_tokens`."""
+        prefill = self.by_request.get(request_id)
+        if prefill is None or prefill.wait is None or prefill.wait.leader is None:
+            return None
+        leader = self.by_request.get(prefill.wait.leader)
+        return None if leader is None or leader.prompt is None else leader.request_id
+
+    def cacheable(self, prompt: Prompt) -> int:
+        """How many of its hashes are of blocks that can be hit: the last token is always
+        computed."""
+        size = self.hash_block_size
+        if size is None:
+            return 0
+        return min(len(prompt.block_hashes), (prompt.num_prompt_tokens - 1) // size)
+
     @property
     def unsettled(self) -> bool:
         """Whether an attempt of a request that does not wait any more has not ended, or its blocks
         are not released."""
-        return any(not each.parked for each in self._by_attempt.values())
-
-    def _scheduled(self, prefill: RemotePrefill) -> None:
-        """The engine computes the prompt's last token. Only the first time after its KV came
-        counts."""
-        if "fill" in prefill.times and "resume" not in prefill.times:
-            received, now = prefill.times["fill"], self._now()
-            prefill.times["resume"] = now
-            self._stats.add_stage("resume", now - received)
-            if prefill.above is not None:
-                note_child(self._stats, "resume", prefill.above, received, now)
+        return any(each.prompt is None for each in self._by_attempt.values())
 
     def _unpark(self, prefill: RemotePrefill) -> None:
         prefill.prompt = None

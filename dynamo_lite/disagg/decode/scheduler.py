@@ -11,25 +11,27 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from dynamo_lite.disagg.attempts.ledger import Ended, Ledger, Outcome, Release
-from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
-from dynamo_lite.disagg.counters import RESUME, Counters
+from dynamo_lite.disagg.bridge import OpenBridge
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import decide
-from dynamo_lite.disagg.decode.control_session import Claimed, ControlSession, LedgerEvent
-from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decode.attempt_events import Claimed, LedgerEvent
+from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.remote_prefill import WRITER_LOST, Decided, RemotePrefill, again
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
+from dynamo_lite.disagg.metrics import RESUME
+from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.transfer_params import DecodeRequestParams, decode_params_of
 from dynamo_lite.protocol.decisions import DecisionInputs, QueueSeen
-from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -42,8 +44,8 @@ CacheBlocks = Callable[[Any, int], None]
 
 class DecodeScheduler:
     """block_size: in tokens. cache: None where the engine caches no prefixes. new_attempt: returns
-    a new id. hash_block_size: see `SingleFlight`. overlapping_steps: how many steps the engine may
-    have in flight."""
+    a new id. hash_block_size: see `RemotePrefills`. overlapping_steps: how many steps the engine
+    may have in flight."""
 
     def __init__(
         self,
@@ -65,19 +67,20 @@ class DecodeScheduler:
         self._clock, self._now, self._new_attempt = clock, clock.monotonic, new_attempt
         self._cache = cache
         self.stats = stats = Counters()
-        log = DecisionLog(config, self._now)
-        self.prefills = prefills = RemotePrefills(stats, log, self._now)
+        self.prefills = prefills = RemotePrefills(stats, self._now, hash_block_size)
         self._net = net = ControlSession(
             config,
             ledger or Ledger(landing_s=config.lease_ttl_s),
-            status=self._status,
-            explain=log.answer,
+            pool,
+            prefills,
+            engine=lambda: (self.metadata, self._stepped_at),
             clients=clients,
             clock=clock,
             on_drop=stats.drop,
         )
+        self._attempts = net.attempts
         self.bridge = open_bridge(net.session)
-        self._flights = SingleFlight(block_size, hash_block_size, prefills, stats)
+        self._flights = SingleFlight(block_size, prefills, stats)
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
         #: The jobs of the step that is being scheduled.
@@ -111,16 +114,11 @@ class DecodeScheduler:
             return None, False
         decided = self._decided(request, cached, transferable, prefill, offloaded)
         prefill = self.prefills.proposed(request, decided)
-        if self._flights.joins(request, prefill):
+        if self.prefills.by_hash and self._flights.joins(request, prefill):
             return None, False
-        if not prefill.is_remote:
+        if prefill.decided.reason.verdict == "local":
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
-
-    def leader_of(self, request_id: str) -> str | None:
-        """The parked request for whose KV the request waits; None if there is none, so that the
-        engine must call `num_new_matched_tokens`."""
-        return self._flights.leader_of(request_id)
 
     def state_after_alloc(self, request: Prompt, tables: BlockTables, external: int) -> None:
         """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
@@ -155,7 +153,7 @@ class DecodeScheduler:
         self._take_inbox()
         if self._events or jobs:
             events, self._events = self._events, []
-            self.bridge.submit(self._net.stepped(events, jobs))
+            self.bridge.call(partial(self._attempts.stepped, events, jobs))
         message, self._message = self._message, DecodeStep()
         return message
 
@@ -177,7 +175,8 @@ class DecodeScheduler:
         prefill = self.prefills.finished(request_id)
         if prefill is None:
             return
-        self._flights.finished(prefill)
+        if prefill.wait is not None:
+            self._flights.finished(prefill.wait)
         if prefill.attempt and prefill.outcome is None:
             attempt = prefill.attempt
             self._events.append(lambda ledger: ledger.finished(attempt))
@@ -239,6 +238,11 @@ class DecodeScheduler:
         end = -(-wanted // size)
         now, options = self._now(), prefill.decided.options
         attempt, params = self._new_attempt(), decode_params_of(request)
+        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
+        # blocks stay reserved, whatever becomes of the request.
+        pool = self._pool.blocks
+        held = [pool[block] for table in tables for block in table[:end] if not pool[block].is_null]
+        self._pool.touch(held)
         until = self.prefills.asked(
             prefill,
             request,
@@ -248,16 +252,9 @@ class DecodeScheduler:
             first_block=first,
             awaited_tokens=external,
             # A window keeps the end of a prompt only, which serves no other prompt.
-            hashes=self._flights.hashes(request) if first == computed else (),
+            serves_others=first == computed,
+            held=held,
         )
-        # The writer may read the prefix while it writes the rest. As long as it can touch them, the
-        # blocks stay reserved, whatever becomes of the request.
-        pool = self._pool.blocks
-        blocks = [
-            pool[block] for table in tables for block in table[:end] if not pool[block].is_null
-        ]
-        self._pool.touch(blocks)
-        self.prefills.hold(attempt, blocks)
         job = RemotePrefillRequest(
             engine_id=self._engine_id,
             request_id=request.request_id,
@@ -302,7 +299,7 @@ class DecodeScheduler:
 
     def _take_inbox(self) -> None:
         """Carries out what the bridge has left for this step."""
-        inbox = self._net.inbox
+        inbox = self._attempts.inbox
         while inbox:
             match inbox.popleft():
                 case Release(attempt):
@@ -353,29 +350,6 @@ class DecodeScheduler:
             reason,
         )
         self.stats.add(f"{RESUME}/{reason}")
-
-    def _status(self) -> EngineStatus | None:
-        """Runs on the bridge's thread."""
-        if self.metadata is None:
-            return None
-        net, now = self._net, self._now()
-        ledger, view = net.ledger, net.queue_watch.view
-        if view is not None and now - view.read_at > net.options.queue_view_max_age_s:
-            view = None
-        return EngineStatus(
-            metadata=self.metadata,
-            free_blocks=self._pool.get_num_free_blocks(),
-            total_blocks=self._pool.num_gpu_blocks,
-            waiting=ledger.waiting,
-            waiting_tokens=self.prefills.tokens,
-            quarantined=ledger.quarantined,
-            queue_jobs=None if view is None else view.jobs,
-            queue_tokens=None if view is None else view.tokens,
-            last_step_age_s=now - self._stepped_at,
-            unresponsive_writers=net.workers.unresponsive,
-            unusable_writers=net.workers.unusable,
-            writers=sorted(ledger.writers),
-        )
 
 
 def _first_token(

@@ -13,13 +13,13 @@ engine need not look at its prompt until then.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
 
-from dynamo_lite.disagg.counters import FLIGHT_WAIT, Counters
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decision.rule import WANT_OF_ROOM, DecisionReason
 from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.metrics import FLIGHT_WAIT
 from dynamo_lite.protocol.options import DisaggOptions
 
 logger = logging.getLogger(__name__)
@@ -48,39 +48,18 @@ def pays(*, shared: int, uncached: int, of_leader: int, least: int) -> bool:
 class SingleFlight:
     """Runs on the engine's thread.
 
-    block_size: in tokens. hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None
-    when the engine caches no prefixes: then no request waits.
+    block_size: in tokens.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        hash_block_size: int | None,
-        prefills: RemotePrefills,
-        stats: Counters,
-    ):
-        self._block_size, self._size = block_size, hash_block_size
-        self._prefills, self._stats = prefills, stats
-
-    def hashes(self, leader: Prompt) -> Sequence[Hashable]:
-        """Hashes of the blocks that the engine will cache once the leader's KV is here."""
-        return () if self._size is None else list(leader.block_hashes[: self._cacheable(leader)])
-
-    def leader_of(self, request_id: str) -> str | None:
-        """See `DecodeScheduler.leader_of`."""
-        prefill = self._prefills.by_request.get(request_id)
-        wait = None if prefill is None else prefill.wait
-        if wait is None or wait.leader is None:
-            return None
-        leader = self._prefills.by_request.get(wait.leader)
-        return wait.leader if leader is not None and leader.parked else None
+    def __init__(self, block_size: int, prefills: RemotePrefills, stats: Counters):
+        self._block_size, self._prefills, self._stats = block_size, prefills, stats
 
     def waits(self, prefill: RemotePrefill, cached: int) -> bool:
         """Whether the request's leader is still parked."""
         wait = prefill.wait
         if wait is None or wait.leader is None:
             return False
-        if self.leader_of(prefill.request_id) is not None:
+        if self._prefills.leader_of(prefill.request_id) is not None:
             return True
         # For some drafts vLLM computes the last block of a cached prefix again.
         wait.served = 0 < cached >= wait.prefix_tokens - self._block_size
@@ -89,10 +68,8 @@ class SingleFlight:
 
     def joins(self, request: Prompt, prefill: RemotePrefill) -> bool:
         """Whether the request waits from now on, instead of following its verdict."""
-        if not self._prefills.by_hash:
-            return False
         decided = prefill.decided
-        cached = decided.inputs.prompt_tokens - decided.inputs.uncached_tokens
+        cached = decided.inputs.cached_tokens + decided.inputs.offloaded_tokens
         prefix, leader = self._longest(request)
         wait = prefill.wait or PrefixWait()
         if leader is None or decided.reason not in _LONG or wait.waits >= _MAX_WAITS:
@@ -117,28 +94,23 @@ class SingleFlight:
         )
         return True
 
-    def finished(self, prefill: RemotePrefill) -> None:
-        """The request is over."""
-        if prefill.wait is not None and prefill.wait.leader is not None:
-            self._end_wait(prefill.wait, "cancelled")
+    def finished(self, wait: PrefixWait) -> None:
+        """The request that may wait is over."""
+        if wait.leader is not None:
+            self._end_wait(wait, "cancelled")
 
     def _longest(self, request: Prompt) -> tuple[int, RemotePrefill | None]:
         """The longest prefix that a parked request awaits, in tokens, and the request with the
         fewest awaited tokens among those that bring it."""
-        assert self._size is not None
-        known = self._prefills.by_hash
+        known, size = self._prefills.by_hash, self._prefills.hash_block_size
+        assert size is not None
         # A hash stands for all blocks up to its own, so the known ones come first.
-        hashes, end = request.block_hashes, self._cacheable(request)
+        hashes, end = request.block_hashes, self._prefills.cacheable(request)
         count = bisect_left(hashes, True, 0, end, key=lambda each: each not in known)
         if count == 0:
             return 0, None
         leaders = known[hashes[count - 1]].values()
-        return count * self._size, min(leaders, key=lambda leader: leader.awaited_tokens)
-
-    def _cacheable(self, prompt: Prompt) -> int:
-        """How many blocks can be hit: the last token is always computed."""
-        assert self._size is not None
-        return min(len(prompt.block_hashes), (prompt.num_prompt_tokens - 1) // self._size)
+        return count * size, min(leaders, key=lambda leader: leader.awaited_tokens)
 
     def _end_wait(self, wait: PrefixWait, outcome: str) -> None:
         wait.leader = None

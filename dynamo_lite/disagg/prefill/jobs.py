@@ -107,7 +107,8 @@ class PrefillJobs:
             self._end(attempt)
         self._ended.labels(outcome).inc()
         if outcome == "written":
-            self._written_tokens.inc(request.tokens_to_compute)
+            computed = request.num_computed_tokens
+            self._written_tokens.inc(len(request.prompt_token_ids) - computed)
         await _ack(job)
         if outcome == "unusable":
             # Its engine asks again at once. Others are to get that job.

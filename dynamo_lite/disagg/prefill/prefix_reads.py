@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dynamo_lite.disagg.counters import PREFIX_BYTES, PREFIX_READ, Counters
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.messages import NOT_HELD, PrefixRead, RankResults
+from dynamo_lite.disagg.metrics import PREFIX_BYTES, PREFIX_READ
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, SECONDS, STOPPED, Counters, note_child
+from dynamo_lite.disagg.counters import Counters, note_child
 from dynamo_lite.disagg.messages import (
     NOT_HELD,
     BlockWrite,
@@ -25,6 +25,7 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
     WritingAttempt,
 )
+from dynamo_lite.disagg.metrics import BYTES, DESCRIPTORS, SECONDS, STOPPED
 from dynamo_lite.disagg.prefill.prefix_reads import PrefixReads
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, Staging, StagingSlot, split

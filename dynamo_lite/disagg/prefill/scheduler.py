@@ -12,8 +12,8 @@ import enum
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo_lite.disagg.bridge import OpenBridge, ServerClients
-from dynamo_lite.disagg.counters import BROKEN_LINK, COMPUTED, ENDED, Counters, note_child
+from dynamo_lite.disagg.bridge import OpenBridge
+from dynamo_lite.disagg.counters import BROKEN_LINK, ENDED, Counters, note_child
 from dynamo_lite.disagg.engine_api import BlockPool, BlockTables, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
@@ -25,6 +25,8 @@ from dynamo_lite.disagg.messages import (
     WorkerReport,
     WritingAttempt,
 )
+from dynamo_lite.disagg.metrics import COMPUTED
+from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode

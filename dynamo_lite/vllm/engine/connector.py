@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dynamo_lite.disagg.bridge import NatsEtcdClients, ThreadBridge
+from dynamo_lite.disagg.bridge import ThreadBridge
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
@@ -35,6 +35,7 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.vllm.compat import hash_block_size
@@ -253,7 +254,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def leader_of(self, request_id: str) -> str | None:
-        return None if self._decode is None else self._decode.leader_of(request_id)
+        return None if self._decode is None else self._decode.prefills.leader_of(request_id)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

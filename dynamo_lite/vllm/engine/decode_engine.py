@@ -155,7 +155,7 @@ class VllmDecodeEngine(VllmEngine):
         if not before:
             return []  # aborted meanwhile
         own = self._ids.enter(caller)
-        self._first_tokens.go_on(own, request)
+        self._first_tokens.expect(own, request, None)
         await self._abort(before)
         try:
             made = await self._engine_request(request)

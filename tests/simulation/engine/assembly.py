@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_lite.disagg.bridge import ServerClients
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata

@@ -1,9 +1,8 @@
 """The remote prefill halves inside a simulated engine, called in vLLM's order."""
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +18,6 @@ from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.prefill.staging import StagingSlot
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.transfer.base import Transfer
 from tests.simulation.engine.model import SimRequest
 from tests.simulation.engine.mover import SimMover
@@ -36,25 +34,13 @@ class TaskBridge:
     """
 
     def __init__(self, session: OpenSession):
-        self._session = session
-        #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._session():
-            try:
-                yield
-            finally:
-                await end_tasks(*self._tasks)
+        self.running = session
 
     def start(self, timeout_s: float) -> None:
         raise NotImplementedError("a coroutine cannot be waited for here")
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine, name="bridge")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def call(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
 
     def close(self) -> None:
         """Leaving `running` ends it."""
@@ -113,17 +99,17 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def queued(self, attempt: str) -> bool:
         """Whether no writer has claimed the attempt, which is still wanted."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED
 
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
 
     def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
-        ledger = self.scheduler._net.ledger
+        ledger = self.scheduler._attempts.ledger
         for attempt, (asker, _, _) in reversed(self.asked.items()):
             if asker is request and (entry := ledger.get(attempt)) is not None:
                 return attempt, entry.state
@@ -131,7 +117,7 @@ class DecodeHalves(_Halves[DecodeScheduler, DecodeRank]):
 
     def writes(self, attempt: str) -> bool:
         """Whether it was claimed by a writer that has not sent `Done`."""
-        entry = self.scheduler._net.ledger.get(attempt)
+        entry = self.scheduler._attempts.ledger.get(attempt)
         return entry is not None and bool(entry.claim) and not entry.done
 
     def unsettled(self) -> str | None:

@@ -104,7 +104,7 @@ def losing(steps: Steps, workers: int, **blocks: int) -> Any:
     steps.cache([1] * BLOCK)
     decode: Any = steps.engine.connector._decode  # type: ignore[union-attr]
     responsive = tuple(SimpleNamespace(lease_id=number + 1) for number in range(workers))
-    decode._net.workers._health = SimpleNamespace(responsive=responsive)
+    decode._net.workers.usable = decode._net.workers.responsive = responsive
     for token, (name, count) in enumerate(blocks.items(), 10):
         steps.add(name, [token] * count * BLOCK)
     steps.step()
@@ -120,7 +120,7 @@ def test_a_lost_prompt_that_is_asked_for_again_needs_its_blocks_once(
     steps = Steps(model, tmp_path, 130)
     decode = losing(steps, workers=2, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
-    decode._net.inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
+    decode._attempts.inbox += [Ended("long", attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
     steps.step(lost=["long"])
     steps.add("short", [3] * 20)
@@ -137,7 +137,7 @@ def test_prompts_whose_kv_is_here_do_not_wait_for_the_blocks_of_a_lost_one(
     steps = Steps(model, tmp_path, 110)
     decode = losing(steps, workers=1, long=60, ready=20)
     attempt = decode.prefills.by_request["long"].attempt
-    decode._net.inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
+    decode._attempts.inbox.append(Ended("long", attempt, Outcome.WRITER_LOST))
     steps.step()
     steps.step(lost=["long"], received=["ready"])
     assert steps.step() == ["ready"]
@@ -150,10 +150,10 @@ def test_prompts_that_are_lost_together_keep_their_order(
     monkeypatch.setattr(connector, "die_with_parent", lambda sig: None)
     steps, names = Steps(model, tmp_path, 200), ["a", "b", "c"]
     decode = losing(steps, workers=1, a=20, b=20, c=20)
-    decode._net.workers._health = SimpleNamespace(responsive=())
+    decode._net.workers.usable = decode._net.workers.responsive = ()
     for name in names:
         attempt = decode.prefills.by_request[name].attempt
-        decode._net.inbox += [Ended(name, attempt, Outcome.WRITER_FAILED), Release(attempt)]
+        decode._attempts.inbox += [Ended(name, attempt, Outcome.WRITER_FAILED), Release(attempt)]
     steps.step()
     steps.step(lost=names)
     assert steps.step() == names
