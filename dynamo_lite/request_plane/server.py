@@ -27,8 +27,9 @@ from dynamo_lite.request_plane.session import Session, SessionRequest
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.listening import TcpServer
 from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)

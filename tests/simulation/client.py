@@ -95,7 +95,7 @@ class SimFrontend:
                     ),
                     host.messaging,
                 ),
-                members=lambda: health.members_or_all,
+                members=lambda: health.responsive or roster.members,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,

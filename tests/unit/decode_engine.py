@@ -122,11 +122,8 @@ class Writers:
     def responsive(self) -> tuple[Any, ...]:
         return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
 
-    def get(self, writer: int) -> int | None:
-        return writer if writer in self.members else None
-
     def trouble(self, writer: int) -> str:
-        return self.ails.get(writer, "")
+        return self.ails.get(writer, "" if writer in self.members else "it is not registered")
 
     def shows_life(self, writer: int) -> None:
         self.alive.append(writer)

@@ -63,7 +63,7 @@ class Frontend(Graph):
         return loop_time()
 
     def picks_from(self) -> list[int]:
-        return [member.lease_id for member in self.monitor.members_or_all]
+        return [member.lease_id for member in self.monitor.responsive or self.roster.members]
 
 
 @virtual

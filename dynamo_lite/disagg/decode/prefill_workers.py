@@ -110,9 +110,8 @@ class PrefillWorkers:
         self._health.shows_life(lease_id)
 
     def trouble(self, lease_id: int) -> str:
-        """Why the worker must not get a claim; empty if it may."""
-        if self._roster.get(lease_id) is None:
-            return "no such prefill worker"  # nothing would report when it is gone
+        """Why the worker must not get a claim; empty if it may. Of one that is not registered
+        nothing would report that it is gone."""
         why = self._health.trouble(lease_id)
         return f"not able to work: {why}" if why else ""
 
