@@ -54,18 +54,18 @@ PURE = (
 #: Lines of Python, a row for each top-level package. A commit that needs fewer lowers its row; one
 #: that raises a row has the reason in the changelog.
 BUDGET = {
-    "dynamo_lite/protocol": 1_891,
+    "dynamo_lite/protocol": 1_890,
     "dynamo_lite/runtime": 5_645,
     "dynamo_lite/routing": 1_017,
     "dynamo_lite/transfer": 1_253,
-    "dynamo_lite/request_plane": 1_806,
+    "dynamo_lite/request_plane": 1_747,
     "dynamo_lite/disagg": 5_969,
     "dynamo_lite/vllm": 6_604,
     "dynamo_lite/forward": 4_498,
     "dynamo_lite/planner": 1_782,
-    "dynamo_lite/serve": 4_912,
+    "dynamo_lite/serve": 4_899,
     "dynamo_lite/cli": 2_457,
-    "tests": 49_588,
+    "tests": 49_541,
     "tests/simulation": 7_902,
 }
 SLACK = 50

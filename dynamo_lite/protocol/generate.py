@@ -158,8 +158,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     request_id: str
     token_ids: list[TokenId]
-    #: "stop" | "length" | "abort" | "error" | "repetition"; None while the request runs; "abort"
-    #: when its time is up.
+    #: "stop" | "length" | "error" | "repetition"; None while the request runs.
     finish_reason: str | None = None
     #: The stop token id or string.
     stop_reason: int | str | None = None

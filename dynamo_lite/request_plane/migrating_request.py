@@ -45,12 +45,8 @@ class MigratingRequest:
         self.moves = 0
         #: Set when the request has ended.
         self.over = False
-        #: Lease id of the worker that was lost last.
-        self.avoid: int | None = None
-        #: Lease id of the worker of the last attempt.
-        self.lease_id: int | None = None
-        #: Set when a placement that waits should try again.
-        self.wake = asyncio.Event()
+        #: Lease ids of the worker that was lost last, and of that of the last attempt; 0: none.
+        self.avoid = self.lease_id = 0
         #: Ends the request at its deadline; set by FailoverClient after acceptance.
         self.timer: asyncio.TimerHandle | None = None
         #: The task that migrates it; set by FailoverClient.
@@ -77,10 +73,6 @@ class MigratingRequest:
     def bound(self) -> str:
         """Why it cannot be migrated; empty when it can."""
         return self.plan.stay if self._sent else ""
-
-    def is_at(self, moves: int) -> bool:
-        """Whether it has not ended and was not migrated since it had `moves` migrations."""
-        return not self.over and self.moves == moves
 
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt. Returns the request to submit to `member` at time `now`."""

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 MAX_UNGREETED = 512
 #: The component whose processes are clients.
 _CLIENT = "Frontend"
-#: Upper limit of a request's timeout.
-_LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 #: How long closing waits for connections to send what is queued.
 _FLUSH_TIMEOUT_S = 1.0
 #: How long closing waits for the engine to accept or abort requests.
@@ -222,7 +220,7 @@ class GenerateServer:
         mine = [one for one in known if one and one.session is session and not one.ended]
         for one in mine:
             one.ended = True  # so that it is kept until it is aborted
-            self._release(one)
+            self._admission.leave(one.request_id)
         # Requests that the engine is still accepting are aborted when it has accepted them.
         self._abort_soon([one for one in mine if one.handover is None])
 
@@ -243,10 +241,6 @@ class GenerateServer:
             return
         one = self._requests[request_id] = SessionRequest(request_id, session)
         self._idle.clear()
-        if request.timeout_s is not None:
-            one.timer = asyncio.get_running_loop().call_later(
-                min(request.timeout_s, _LONGEST_TIMEOUT_S), self._expire, one
-            )
         handover = self._handler.submit(request)
         one.handover = self._handovers.start(handover, name=f"hand over {request_id}")
         one.handover.add_done_callback(partial(self._tried, one))
@@ -279,14 +273,12 @@ class GenerateServer:
             one.session.reply(one.request_id, reply)
 
     def _check(self, request: GenerateRequest) -> None:
-        """Admits the request. Raises Refused when it has timed out or would exceed a limit, too."""
-        request_id, timeout_s = request.request_id, request.timeout_s
+        """Admits the request. Raises Refused."""
+        request_id = request.request_id
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
         if request_id in self._requests:
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
-        if timeout_s is not None and not timeout_s > 0:
-            raise Refused(f"request {request_id} has timed out", elsewhere=False)
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         busy = self._admission.enter(
             request_id,
@@ -297,23 +289,12 @@ class GenerateServer:
         if busy is not None:
             raise Refused(busy, elsewhere=True, busy=True)
 
-    def _expire(self, one: SessionRequest) -> None:
-        """Ends a request after its timeout. Its client does the same, unless it is stuck."""
-        self.cancel(one.session, [one.request_id])
-        failed = TokenDelta(request_id=one.request_id, token_ids=[], finish_reason="abort")
-        one.session.deliver([failed])
-
     # Ends
-
-    def _release(self, one: SessionRequest) -> None:
-        self._admission.leave(one.request_id)
-        if one.timer is not None:
-            one.timer.cancel()
 
     def _end(self, one: SessionRequest) -> None:
         """The engine has ended it, or never had it."""
         one.ended = True
-        self._release(one)
+        self._admission.leave(one.request_id)
         if one.handover is None:
             self._forget([one])
 

@@ -111,7 +111,5 @@ class SessionRequest:
     session: Session
     #: Hands it to the engine; None when that is over.
     handover: asyncio.Task[None] | None = None
-    #: Ends it after its timeout.
-    timer: asyncio.TimerHandle | None = None
     #: No delta of it is sent any more.
     ended: bool = False

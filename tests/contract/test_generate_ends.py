@@ -24,44 +24,6 @@ async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
         yield lambda **limits: open_setup(request.param, stack, **limits)
 
 
-async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
-    setup = await opened()
-    await setup.client.submit(setup.member, generate_request("b", timeout_s=60.0))
-    await setup.client.submit(setup.member, generate_request("c"))
-    await setup.client.submit(setup.member, generate_request("a", timeout_s=1.0))
-    setup.server.deliver([tokens("a", 1)])
-    await eventually(lambda: setup.engine.aborted == ["a"])
-    await eventually(lambda: len(setup.outputs.deltas) == 2)
-    assert setup.outputs.deltas == [tokens("a", 1), tokens("a", finish="abort")]
-    assert setup.server.in_flight == 2
-    setup.server.deliver([tokens("a", 2), tokens("b", 3, finish="stop")])
-    await eventually(lambda: len(setup.outputs.deltas) == 3)
-    assert setup.outputs.deltas[2] == tokens("b", 3, finish="stop")
-    assert setup.outputs.lost == []
-
-
-async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Open):
-    setup = await opened()
-    setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(
-        setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
-    )
-    await eventually(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
-    setup.engine.gate.set()
-    await submitting
-    await eventually(lambda: setup.engine.aborted == ["a"])
-    assert await setup.server.wait_idle(5)
-    assert setup.engine.running == {}
-
-
-async def test_a_request_without_time_is_not_begun(opened: Open):
-    setup = await opened()
-    with pytest.raises(Refused, match="time") as caught:
-        await setup.client.submit(setup.member, generate_request("a", timeout_s=0.0))
-    assert not caught.value.elsewhere
-    assert setup.server.in_flight == 0 and setup.engine.running == {}
-
-
 async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
     setup = await opened(limits=AdmissionOptions(max_in_flight_requests=2, max_queued_tokens=100))
     for request_id in ("a", "b"):

@@ -101,7 +101,7 @@ class SimFrontend:
                 on_ended=self._on_ended,
             )
         )
-        await rotate(self._stack, roster, health, client.transport, client.members_changed)
+        await rotate(self._stack, roster, health, client.transport)
         await host.register("http")
         self._accepting = True
         return {}

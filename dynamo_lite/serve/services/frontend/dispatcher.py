@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -84,15 +83,12 @@ async def rotate(
     roster: Roster,
     health: HealthMonitor,
     transport: RemoteGenerateClient,
-    changed: Callable[[], None],
 ) -> None:
     """Updates which workers get requests, and which ones lose theirs, until `stack` is closed.
 
     An unresponsive worker gets no new requests while another one is responsive. Its running
     requests wait for `MIGRATE_AFTER_S`, because a migration computes the prompt again. While no
     worker is responsive they stay.
-
-    changed: called when the set of workers for new requests changes.
     """
 
     def migrate_overdue() -> None:
@@ -104,22 +100,14 @@ async def rotate(
             if why and overdue and transport.is_connected(member):
                 transport.drop(member, why)
 
-    def on_roster(*_: object) -> None:
-        transport.retain(roster.members)
-        changed()
-
-    def on_health(*_: object) -> None:
-        changed()
-        migrate_overdue()
-
     async def look() -> None:
         while True:
             migrate_overdue()
             await asyncio.sleep(_LOOK_S)
 
     transport.retain(roster.members)
-    stack.enter_context(roster.on_change(on_roster))
-    stack.enter_context(health.on_change(on_health))
+    stack.enter_context(roster.on_change(lambda *_: transport.retain(roster.members)))
+    stack.enter_context(health.on_change(lambda *_: migrate_overdue()))
     await stack.enter_async_context(running(look(), name="rotation"))
 
 
@@ -174,8 +162,7 @@ class RequestDispatcher:
                 on_ended=on_ended,
             )
         )
-        changed = failover.members_changed
-        await rotate(self._stack, self._roster, workers, failover.transport, changed)
+        await rotate(self._stack, roster, workers, failover.transport)
         admission = Admission(config)
         refused: Counter[str] = Counter()
 
