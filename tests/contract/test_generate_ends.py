@@ -9,7 +9,9 @@ import pytest
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.request_plane.dialing import Dialer
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.runtime.drops import uncounted
 from tests.builders import endpoint_record, eventually, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
 
@@ -77,7 +79,8 @@ async def test_a_client_that_leaves_with_the_welcome_closes_the_connection():
     outputs = Outputs()
     async with GenerateServer(FakeEngine()) as server:
         member = endpoint_record(stream=server.stream_address)
-        link = Connection(member.transport, "front", outputs.on_deltas, outputs.on_lost)
+        dialer = Dialer("front", None, "", uncounted)
+        link = Connection(member.transport, dialer, outputs.on_deltas, outputs.on_lost)
         receive = link.frame_received
 
         def receive_and_leave(payload: bytes) -> None:
