@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
@@ -91,7 +90,6 @@ class FailoverClient:
         self._numbers = count(1)
         self._tasks = OwnedTasks()
         self._closed = False
-        self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
         return (
@@ -105,20 +103,17 @@ class FailoverClient:
         return len(self._flights)
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.transport)
-            stack.push_async_callback(self._close)
-            self._stack = stack.pop_all()
+        await self.transport.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def _close(self) -> None:
         self._closed = True
-        for flight in list(self._flights.values()):
-            self._forget(flight)
-        await self._tasks.end()
+        try:
+            for flight in list(self._flights.values()):
+                self._forget(flight)
+            await self._tasks.end()
+        finally:
+            await self.transport.__aexit__()
 
     async def submit(self, request: GenerateRequest, *, movable: MigrationPlan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.

@@ -24,7 +24,7 @@ from dynamo_lite.runtime.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
-#: Shortest time between two notices that only report a changed load.
+#: How often the load is compared with that in the last notice.
 LOAD_PERIOD_S = 0.1
 #: Longest time between two notices, so that a router soon detects a missed last one.
 IDLE_PERIOD_S = 1.0
@@ -70,9 +70,8 @@ class KvPublisher:
         self._told = Load()
         self._told_at = 0.0
         self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        #: All blocks are published at this time, at the latest request of a router; and were last.
-        self._all_due: asyncio.TimerHandle | None = None
+        #: Whether a router has asked for all blocks, and when all were published last.
+        self._all_wanted = False
         self._all_at = -ALL_PERIOD_S
 
     def __repr__(self) -> str:
@@ -83,31 +82,21 @@ class KvPublisher:
         self._pending += changes
         self._wake.set()
 
-    def load_changed(self) -> None:
-        """To be called when the load may have changed; publishes it within `LOAD_PERIOD_S`."""
-        if self._timer is None and not self._wake.is_set():
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._told_at + LOAD_PERIOD_S, self._load_is_due)
-
     def serve(self) -> AbstractAsyncContextManager[None]:
         handler = counted(self._on_request, "kv_snapshot", self._on_drop)
         return self._messaging.serve(self._snapshots, handler)
 
     async def run(self) -> None:
-        try:
-            while True:
-                await all_of([self._wake], IDLE_PERIOD_S)
-                self._wake.clear()
+        loop = asyncio.get_running_loop()
+        while True:
+            await all_of([self._wake], LOAD_PERIOD_S)
+            self._wake.clear()
+            now = loop.time()
+            if self._all_wanted and now >= self._all_at + ALL_PERIOD_S:
+                self._pending, self._all_at, self._all_wanted = self._everything(), now, False
+            is_idle = now >= self._told_at + IDLE_PERIOD_S
+            if self._pending or is_idle or self._load() != self._told:
                 await self._publish()
-        finally:
-            for timer in (self._timer, self._all_due):
-                if timer is not None:
-                    timer.cancel()
-
-    def _load_is_due(self) -> None:
-        self._timer = None
-        if self._load() != self._told:
-            self._wake.set()
 
     async def _publish(self) -> None:
         """Publishes the pending changes in one notice, or in several if it would be too large."""
@@ -141,18 +130,14 @@ class KvPublisher:
 
     async def _on_request(self, payload: bytes) -> None:
         """Publishes all blocks, once for all routers that ask within `ALL_PERIOD_S`."""
-        if self._all_due is None:
-            loop = asyncio.get_running_loop()
-            self._all_due = loop.call_at(self._all_at + ALL_PERIOD_S, self._publish_all)
+        self._all_wanted = True
 
-    def _publish_all(self) -> None:
-        """Everything that the engine holds, which includes the pending changes."""
-        self._all_due, self._all_at = None, asyncio.get_running_loop().time()
+    def _everything(self) -> list[KvChange]:
+        """All that the engine holds, which includes the pending changes."""
         held = self._holdings.held() if self._holdings else ()
         starts = range(0, len(held), HASHES_PER_MESSAGE)
         parts = [list(held[start : start + HASHES_PER_MESSAGE]) for start in starts]
-        self._pending = [KvCleared(), *(KvStored(hashes=part) for part in parts)]
-        self._wake.set()
+        return [KvCleared(), *(KvStored(hashes=part) for part in parts)]
 
 
 def _fitting(changes: Sequence[KvChange]) -> int:

@@ -12,7 +12,6 @@ from dynamo_lite.disagg.engine import KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
-from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.health import EngineStatus, Leave
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import applied
@@ -41,7 +40,6 @@ class VllmWorker:
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
-        self._publisher: KvPublisher | None = None
         #: Requests that its drain did not finish.
         self._cut_off = 0
         #: Leases of the prefill workers that may write into its blocks.
@@ -124,7 +122,7 @@ class VllmWorker:
     async def _publish_to_routers(self) -> None:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""
         host, events = self._host, self._engine.kv_events
-        self._publisher = publisher = KvPublisher(
+        publisher = KvPublisher(
             host.messaging,
             namespace=host.spec.namespace,
             component=host.spec.component,
@@ -177,7 +175,7 @@ class VllmWorker:
     async def on_first_token(self, payload: bytes) -> None:
         delta = self._engine.first_token(decode_first_token(payload))
         if delta is not None:
-            self._send([delta])
+            self._server.deliver([delta])
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
@@ -194,13 +192,7 @@ class VllmWorker:
 
     async def _deliver(self) -> None:
         async for deltas in self._engine.steps():
-            self._send(deltas)
-
-    def _send(self, deltas: list[TokenDelta]) -> None:
-        """Sends deltas to the Frontends."""
-        self._server.deliver(deltas)
-        if self._publisher is not None:
-            self._publisher.load_changed()
+            self._server.deliver(deltas)
 
     async def _or_disconnect(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Until the engine has failed: then all Frontends hear of it at once."""
