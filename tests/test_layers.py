@@ -58,7 +58,7 @@ BUDGET = {
     "dynamo_lite/runtime": 5_649,
     "dynamo_lite/routing": 1_002,
     "dynamo_lite/transfer": 1_253,
-    "dynamo_lite/request_plane": 1_787,
+    "dynamo_lite/request_plane": 1_788,
     "dynamo_lite/disagg": 5_969,
     "dynamo_lite/vllm": 6_604,
     "dynamo_lite/forward": 4_498,
