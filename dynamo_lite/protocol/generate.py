@@ -114,11 +114,6 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: bytes
     ranks: bytes
 
-    @staticmethod
-    def size_of(rows: int, width: int) -> int:
-        """In bytes."""
-        return rows * (12 * width + 8)
-
     def part(self, start: int, stop: int) -> "LogprobRows":
         """The rows from `start` to before `stop`."""
         first, last = start * self.width, stop * self.width
@@ -163,8 +158,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     request_id: str
     token_ids: list[TokenId]
-    #: "stop" | "length" | "abort" | "error" | "repetition"; None while the request runs; "abort"
-    #: when its time is up.
+    #: "stop" | "length" | "error" | "repetition"; None while the request runs.
     finish_reason: str | None = None
     #: The stop token id or string.
     stop_reason: int | str | None = None
@@ -173,10 +167,6 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     prompt_logprobs: LogprobRows | None = None
     #: Of an engine that says why; only with the finish reason "error".
     error: EngineError | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.token_ids or self.finish_reason or self.prefill or self.prompt_logprobs)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):

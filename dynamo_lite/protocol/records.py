@@ -4,13 +4,10 @@ from typing import Annotated
 
 import msgspec
 
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ProtocolError
-
 #: Sizes and addresses have at most 63 bits.
-_LIMIT = (1 << 63) - 1
-Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
-Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
+LIMIT = (1 << 63) - 1
+Natural = Annotated[int, msgspec.Meta(ge=0, le=LIMIT)]
+Positive = Annotated[int, msgspec.Meta(gt=0, le=LIMIT)]
 #: A NATS subject without wildcards.
 Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
 #: For display.
@@ -18,7 +15,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 LAST_PORT = 65535
 Port = Annotated[int, msgspec.Meta(gt=0, le=LAST_PORT)]
 #: etcd's lease ids are positive and signed; 0: no lease.
-LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
+LeaseId = Annotated[int, msgspec.Meta(ge=0, le=LIMIT)]
 
 
 class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,21 +118,6 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     #: or order; empty if not known.
     arrays: tuple[KvArray, ...] = ()
 
-    @property
-    def heads(self) -> int:
-        """KV heads in a block; 1 if it is not known to consist of heads."""
-        if self.arrays:
-            return self.block_bytes // bytes_of_head(self)
-        return self.block_bytes // self.head_bytes if self.head_bytes else 1
-
-
-def bytes_of_head(region: KvRegion) -> int:
-    """Bytes of one head in a block with known arrays."""
-    return sum(
-        region.tokens // array.group_tokens * array.items * array.item_bytes
-        for array in region.arrays
-    )
-
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's NIXL agent and KV pool."""
@@ -152,7 +134,8 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill worker needs to write into a decode engine's blocks.
 
-    Stored at `names.nixl_metadata_key(namespace, engine_id)`; loaded lazily, by `decode_engine`.
+    Stored at `names.nixl_metadata_key(namespace, engine_id)`; loaded lazily, by
+    `decode_engine` of `kv_regions.py`.
     """
 
     engine_id: str
@@ -184,52 +167,3 @@ class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
     detail: Annotated[str, msgspec.Meta(min_length=1)]
     #: When it is used again, in seconds since the epoch, for display only; None: never.
     next_try: float | None = None
-
-
-def decode_engine(data: bytes) -> EngineMetadata:
-    """Raises ProtocolError when the record is malformed, or its memory layout is impossible."""
-    metadata = decode_json(data, EngineMetadata)
-    for rank in metadata.ranks:
-        _check_regions(rank, metadata.num_blocks)
-        for region in rank.regions:
-            _check_arrays(region, metadata.block_size_tokens)
-    return metadata
-
-
-def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
-    if len({region.layer for region in rank.regions}) != len(rank.regions):
-        raise ProtocolError("two regions have the same layer")
-    for region in rank.regions:
-        uneven = region.head_bytes and region.block_bytes % region.head_bytes
-        end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
-        if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
-            raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")
-
-
-def _check_arrays(region: KvRegion, block_size_tokens: int) -> None:
-    """The arrays must cover the block exactly."""
-    if not region.arrays:
-        return
-    if region.tokens != block_size_tokens or any(
-        region.tokens % array.group_tokens for array in region.arrays
-    ):
-        raise ProtocolError(
-            f"the engine has blocks of {block_size_tokens} tokens, which contradicts {region}"
-        )
-    fills = region.heads * bytes_of_head(region) == region.block_bytes
-    fills = fills and region.head_bytes in (0, bytes_of_head(region))
-    if not fills or any(
-        _end_of_array(region, array) > region.block_bytes for array in region.arrays
-    ):
-        raise ProtocolError(f"arrays do not cover the block exactly: {region}")
-
-
-def _end_of_array(region: KvRegion, array: KvArray) -> int:
-    """Offset behind the array's last byte in a block."""
-    return (
-        array.offset
-        + (region.heads - 1) * array.head_stride
-        + (region.tokens // array.group_tokens - 1) * array.group_stride
-        + (array.items - 1) * array.item_stride
-        + array.item_bytes
-    )

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Self
 
-from dynamo_lite.protocol.errors import Refused, Unavailable
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import ADAPTER_LOAD_S, GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.request_plane.dialing import Dialer
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
@@ -39,8 +40,7 @@ class RemoteGenerateClient:
         certificates: Certificates | None = None,
         component: str = "VllmWorker",
     ):
-        self._client_id = client_id
-        self._certificates, self._component = certificates, component
+        self._dialer = Dialer(client_id, certificates, component, on_drop)
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._request_timeout_s = request_timeout_s
@@ -62,16 +62,14 @@ class RemoteGenerateClient:
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         """Submits `request` to `member`.
 
-        Raises DeadlineExceeded, Unavailable or Refused. If it raises or is cancelled, no delta of
-        the request is passed on, before or after.
+        No other worker has a request of its id. Raises DeadlineExceeded, Unavailable or Refused. If
+        it raises or is cancelled, no delta of the request is passed on, before or after.
         """
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
         connection = self._connection(member.transport)
         await connection.opened()
-        if any(connection.runs(request.request_id) for connection in self._connections.values()):
-            raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         timeout_s = self._request_timeout_s
         if request.adapter is not None:
             timeout_s += ADAPTER_LOAD_S
@@ -115,13 +113,7 @@ class RemoteGenerateClient:
         connection = self._connections.get(address)
         if connection is None or connection.is_over:
             connection = self._connections[address] = Connection(
-                transport,
-                self._client_id,
-                self._on_deltas,
-                self._on_lost,
-                self._on_drop,
-                self._certificates,
-                self._component,
+                transport, self._dialer, self._on_deltas, self._on_lost, self._on_drop
             )
             connection.closed.add_done_callback(partial(self._forget, address, connection))
         return connection

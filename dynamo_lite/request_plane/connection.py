@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Iterable
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
-    ProtocolError,
     Refused,
     Unavailable,
 )
@@ -20,7 +18,6 @@ from dynamo_lite.protocol.generate import (
     Cancel,
     Deltas,
     GenerateRequest,
-    Hello,
     RequestRefused,
     Submit,
     SubmitReply,
@@ -30,20 +27,15 @@ from dynamo_lite.protocol.generate import (
 )
 from dynamo_lite.protocol.records import EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.dialing import Dialer
 from dynamo_lite.request_plane.framing import (
-    STALL_TIMEOUT_S,
     FrameConnection,
     frame,
-    parse_address,
 )
-from dynamo_lite.runtime.address import is_loopback
-from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
-#: Timeout of the TCP connection to a worker and of its Welcome.
-_CONNECT_TIMEOUT_S = 2.0
 #: A worker that is not registered any more and sends nothing for this long is disconnected: one
 #: that is frozen gives its requests no end.
 RETIRED_SILENCE_S = 60.0
@@ -56,23 +48,19 @@ class Connection(FrameConnection):
 
     A request is pending from `submit` until the worker's reply, then running. An engine may give
     tokens before it has confirmed a request, so a delta also shows acceptance.
-    certificates, component: see `RemoteGenerateClient`.
+    dialer: opens it.
     """
 
     def __init__(
         self,
         transport: EndpointTransport,
-        client_id: str,
+        dialer: Dialer,
         on_deltas: OnDeltas,
         on_lost: OnLost,
         on_drop: OnDrop = uncounted,
-        certificates: Certificates | None = None,
-        component: str = "",
     ):
         super().__init__(max_bytes=MAX_DELTA_BYTES, on_drop=on_drop)
-        self._address, self._tls = transport.stream or "", transport.tls
-        self._certificates, self._component = certificates, component
-        self._client_id = client_id
+        self._address = transport.stream or ""
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         #: Ids of pending and running requests.
@@ -87,15 +75,9 @@ class Connection(FrameConnection):
         #: Set while the worker is not registered.
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
-        loop = asyncio.get_running_loop()
-        self._welcomed: asyncio.Future[None] = loop.create_future()
-        #: Done when the connection is closed, or could not be made; the result is the reason.
-        self.closed: asyncio.Future[str] = loop.create_future()
-        self._opening = loop.create_task(self._open(), name=f"connect {self._address}")
+        opening = dialer.open(self, transport)
+        self._opening = asyncio.create_task(opening, name=f"connect {self._address}")
         self._opening.add_done_callback(self._opening_ended)
-
-    def runs(self, request_id: str) -> bool:
-        return request_id in self._wanted
 
     @property
     def is_ready(self) -> bool:
@@ -122,71 +104,14 @@ class Connection(FrameConnection):
         if self._transport is None and not self.closed.done():
             self.closed.set_result("no connection was made")
 
-    async def _open(self) -> None:
-        """Connects and waits for the Welcome. Raises Unavailable or DeadlineExceeded."""
-        loop = asyncio.get_running_loop()
-        welcomed = False
-        try:
-            host, port = parse_address(self._address)
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                tls = self._tls_context(host)
-                await loop.create_connection(
-                    lambda: self,
-                    host,
-                    port,
-                    ssl=tls,
-                    ssl_shutdown_timeout=None if tls is None else STALL_TIMEOUT_S,
-                )
-                self._check_worker()
-                self.send(frame(encode(Hello(client_id=self._client_id))))
-                await asyncio.wait(
-                    {self._welcomed, self.closed}, return_when=asyncio.FIRST_COMPLETED
-                )
-            welcomed = self._welcomed.done()
-        except TimeoutError as exc:
-            what = f"connecting to the worker at {self._address}"
-            raise DeadlineExceeded(what, _CONNECT_TIMEOUT_S) from exc
-        except (OSError, ValueError, ProtocolError) as exc:  # ValueError: an impossible host name
-            why = self._explained(exc) or exc
-            raise Unavailable(f"cannot reach the worker at {self._address}: {why}") from exc
-        finally:
-            if not welcomed:  # also when a cancel or the timeout comes together with the Welcome
-                self.abort("no Welcome from the worker")
-        if self.closed.done():
-            why = self._explained(self.closed.result()) or self.closed.result()
-            raise Unavailable(f"the worker at {self._address} disconnected: {why}")
-
-    def _tls_context(self, host: str) -> ssl.SSLContext | None:
-        """None for plain TCP. Raises ProtocolError where requests would be sent in the clear."""
-        if not self._tls:
-            if not is_loopback(host):
-                raise ProtocolError("it is on another host, and its record says: without TLS")
-            return None
-        if self._certificates is None:
-            raise ProtocolError("it wants TLS, and this process has no certificates")
-        return self._certificates.client()
-
-    def _check_worker(self) -> None:
-        """Raises ProtocolError unless the worker is of the right component of this graph."""
-        if self._tls and self._certificates is not None:
-            why = self._certificates.refusal(self.ssl_object, self._component)
-            if why:
-                self._on_drop("certificate")
-                raise ProtocolError(why)
-
-    def _explained(self, failure: Exception | str) -> str:
-        """What is wrong with a certificate; empty if nothing is. It is counted."""
-        why = "" if self._certificates is None else self._certificates.explained(failure)
-        if why:
-            self._on_drop("certificate")
-        return why
-
     async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
         """As `RemoteGenerateClient.submit`. timeout_s: with the wait for room in the buffer, and
         without the time for media that are sent before this request or with it."""
         request_id, media = request.request_id, len(request.inputs or b"")
         if self.closed.done():
             raise self._broken()
+        if request_id in self._wanted:
+            raise Refused(f"request {request_id} is already running", elsewhere=False)
         loop = asyncio.get_running_loop()
         timeout_s += (self._unsent() + self._waiting_bytes + media) / _SLOWEST_BYTES_S
         deadline = loop.time() + timeout_s
@@ -271,8 +196,7 @@ class Connection(FrameConnection):
             case SubmitReply(request_id=request_id, reply=reply):
                 self._receive_reply(request_id, reply)
             case Welcome():
-                if not self._welcomed.done():
-                    self._welcomed.set_result(None)
+                pass  # see `greeted`
 
     def _receive_reply(self, request_id: str, reply: Accepted | RequestRefused) -> None:
         if request_id not in self._pending:
@@ -306,9 +230,6 @@ class Connection(FrameConnection):
             self._silence.cancel()
         lost = sorted(i for i in self._wanted if i not in self._pending)
         self._wanted.clear()
-        if self.closed.done():
-            return  # it was given up before it was made
-        self.closed.set_result(why)
         for request_id in list(self._pending):
             self._resolve(request_id, self._broken())
         if lost:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
@@ -29,7 +28,7 @@ from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
 from dynamo_lite.routing.pickers import Picker, Selection
-from dynamo_lite.runtime.tasks import OwnedTasks, all_of
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +37,9 @@ MAX_REQUEST_ID = 240
 #: Losses of a worker that a request survives. Few, because the request itself may be what kills its
 #: workers.
 MAX_MOVES = 3
-#: How much a worker's timer may be ahead of ours at the end of a request's timeout.
-_CLOCK_SLACK_S = 0.1
 #: Pauses between two rounds over the workers; each is twice the one before.
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.5
 
 #: Takes the id of a request that gets no further delta, and the error that ended it.
 OnEnded = Callable[[str, DynamoLiteError], None]
@@ -93,7 +90,6 @@ class FailoverClient:
         self._numbers = count(1)
         self._tasks = OwnedTasks()
         self._closed = False
-        self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
         return (
@@ -107,25 +103,17 @@ class FailoverClient:
         return len(self._flights)
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.transport)
-            stack.push_async_callback(self._close)
-            self._stack = stack.pop_all()
+        await self.transport.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def _close(self) -> None:
         self._closed = True
-        for flight in list(self._flights.values()):
-            self._forget(flight)
-        await self._tasks.end()
-
-    def members_changed(self) -> None:
-        """Wakes waiting requests: a worker has joined, left, or is healthy again."""
-        for flight in self._flights.values():
-            flight.wake.set()
+        try:
+            for flight in list(self._flights.values()):
+                self._forget(flight)
+            await self._tasks.end()
+        finally:
+            await self.transport.__aexit__()
 
     async def submit(self, request: GenerateRequest, *, movable: MigrationPlan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.
@@ -180,7 +168,8 @@ class FailoverClient:
     # The choice of a worker
 
     async def _place(self, flight: MigratingRequest) -> None:
-        """Returns when a worker has accepted it, it has ended, or another call migrates it.
+        """Returns when a worker has accepted it, or it has ended. It has no worker that could be
+        lost until then, so no other call places it.
 
         Raises the error of the last round: Refused, NoWorkers, Overloaded, another
         Unavailable, or DeadlineExceeded.
@@ -188,38 +177,28 @@ class FailoverClient:
         loop = asyncio.get_running_loop()
         until = loop.time() + (self._move_wait_s if flight.moves else 0.0)
         pause_s = _FIRST_PAUSE_S
-        turn = flight.moves
-        while flight.is_at(turn):
-            flight.wake.clear()
-            failure = await self._try_members(flight, turn)
-            if failure is None:
-                return
+        while (failure := await self._try_members(flight)) is not None:
             left_s = until - loop.time()
             if left_s <= 0:
                 raise failure
-            # `wake` is set when a worker is back; other causes need a retry.
-            is_woken = isinstance(failure, NoWorkers)
-            await all_of([flight.wake], left_s if is_woken else min(left_s, pause_s))
+            await asyncio.sleep(min(left_s, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
+    async def _try_members(self, flight: MigratingRequest) -> DynamoLiteError | None:
         """Submits to each live member at most once. Returns None when a worker has accepted it, or
-        when it has ended or was migrated meanwhile; else why none has accepted it.
+        when it has ended meanwhile; else why none has accepted it.
 
         Raises Refused when no worker can accept the request.
         """
         tried: set[int] = set()
         failure: DynamoLiteError | None = None
         busy: list[Refused] = []
-        while flight.is_at(turn):
-            picked = await self._choose(flight, turn, tried)
-            if picked is None:
-                break
+        while (picked := await self._choose(flight, tried)) is not None:
             tried.add(picked.member.lease_id)
             try:
                 await self._send(flight, picked.member)
             except Refused as exc:
-                if not exc.elsewhere and flight.is_at(turn):
+                if not exc.elsewhere and not flight.over:
                     raise
                 busy += [exc] if exc.busy else []
                 failure = Unavailable(exc.reason)
@@ -235,28 +214,24 @@ class FailoverClient:
                 picked.reason,
                 failure,
             )
-        if not flight.is_at(turn):
+        if flight.over:
             return None
         if busy:
             return Overloaded(f"every worker is at its limit: {busy[-1].reason}")
         return failure or NoWorkers("no live worker")
 
-    async def _choose(
-        self, flight: MigratingRequest, turn: int, tried: set[int]
-    ) -> Selection | None:
+    async def _choose(self, flight: MigratingRequest, tried: set[int]) -> Selection | None:
         """Chooses a worker that was not tried yet; the one that it has just lost only if there is
-        no other. None: all were tried, or it has ended or was migrated meanwhile."""
+        no other. None: all were tried, or it has ended meanwhile."""
         members = self._members()
         left = {member.lease_id for member in members} - tried
-        if not left:
+        if flight.over or not left:
             return None
-        without = (
-            tried if flight.avoid is None or left == {flight.avoid} else tried | {flight.avoid}
-        )
+        without = tried if left == {flight.avoid} else tried | {flight.avoid}
         picked = self._picker.pick(members, flight.request, without)
         if not isinstance(picked, Selection):
             picked = await picked
-        if not flight.is_at(turn):
+        if flight.over:
             self._picker.released(flight.request_id)
             return None
         logger.debug(
@@ -296,9 +271,6 @@ class FailoverClient:
                 mine = flight.take(delta)
             except WorkerLost as exc:
                 ended.append((flight, exc))
-                continue
-            if delta.finish_reason == "abort" and _is_late(flight):
-                ended.append((flight, _expired(flight.request)))
                 continue
             if mine is not None:
                 taken.append(mine)
@@ -376,7 +348,6 @@ class FailoverClient:
         if flight.over:
             return
         flight.over = True
-        flight.wake.set()
         del self._flights[flight.request_id]
         self._picker.released(flight.request_id)
         self._attempts.pop(flight.wire_id, None)
@@ -385,12 +356,6 @@ class FailoverClient:
             flight.timer.cancel()
         if flight.migration is not None and flight.migration is not asyncio.current_task():
             flight.migration.cancel()
-
-
-def _is_late(flight: MigratingRequest) -> bool:
-    return flight.deadline is not None and (
-        asyncio.get_running_loop().time() >= flight.deadline - _CLOCK_SLACK_S
-    )
 
 
 def _expired(request: GenerateRequest) -> DeadlineExceeded:

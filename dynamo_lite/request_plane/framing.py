@@ -115,7 +115,11 @@ class FrameConnection(asyncio.Protocol, ABC):
         self.ssl_object: ssl.SSLObject | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self._closed = False
+        loop = asyncio.get_running_loop()
+        #: Done when the first frame has come.
+        self.greeted: asyncio.Future[None] = loop.create_future()
+        #: Done when the connection is lost, or could not be made; the result is the reason.
+        self.closed: asyncio.Future[str] = loop.create_future()
         #: The first reason of `close` or `abort`.
         self._why = ""
         #: Address of the peer's host, and with its port.
@@ -127,20 +131,21 @@ class FrameConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def connection_closed(self, why: str) -> None:
-        """Called exactly once per connection that was made."""
+        """Called exactly once per connection that was made, unless `closed` was set before."""
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._transport else "new"
+        state = "closed" if self.closed.done() else "open" if self._transport else "new"
         return f"<FrameConnection {state} peer={self.peer} unsent={self._unsent()}>"
 
     @property
     def is_open(self) -> bool:
         """Whether what is sent may arrive."""
-        return self._transport is not None and not self._closed and not self._transport.is_closing()
+        transport, lost = self._transport, self.closed.done()
+        return transport is not None and not lost and not transport.is_closing()
 
     def send(self, data: bytes) -> None:
         """Queues whole frames. They are dropped when the connection is closed."""
-        if self._closed or self._transport is None:
+        if self.closed.done() or self._transport is None:
             return
         self._transport.write(data)
         if self._unsent() > MAX_UNSENT_BYTES:
@@ -152,14 +157,14 @@ class FrameConnection(asyncio.Protocol, ABC):
 
     def close(self, why: str) -> None:
         """Sends what is queued, then closes. A peer that does not read is disconnected."""
-        if self._transport is None or self._closed:
+        if self._transport is None or self.closed.done():
             return
         self._why = self._why or why
         self._transport.close()
 
     def abort(self, why: str) -> None:
         """Closes at once. Queued frames are lost."""
-        if self._transport is not None and not self._closed:
+        if self._transport is not None and not self.closed.done():
             self._why = self._why or why
             self._transport.abort()
 
@@ -179,9 +184,11 @@ class FrameConnection(asyncio.Protocol, ABC):
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._parser.feed(data):
-                self._cancel_timer()
                 self._frames_received += 1
                 self.frame_received(payload)
+                if not self.greeted.done():
+                    self.greeted.set_result(None)
+                    self._cancel_timer()
                 if self._transport is None or self._transport.is_closing():
                     return
         except ProtocolError as exc:
@@ -191,11 +198,12 @@ class FrameConnection(asyncio.Protocol, ABC):
             self.abort(str(exc))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closed = True
         self._writable.set()
         self._cancel_timer()
-        why = self._why or (f"connection lost: {exc}" if exc else "the peer closed the connection")
-        self.connection_closed(why)
+        if not self.closed.done():
+            lost = f"connection lost: {exc}" if exc else "the peer closed the connection"
+            self.closed.set_result(self._why or lost)
+            self.connection_closed(self.closed.result())
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -210,7 +218,7 @@ class FrameConnection(asyncio.Protocol, ABC):
 
     def _unsent(self) -> int:
         transport = self._transport
-        if transport is None or self._closed or (self.ssl_object and transport.is_closing()):
+        if transport is None or self.closed.done() or (self.ssl_object and transport.is_closing()):
             return 0  # a closing TLS transport cannot report it
         return transport.get_write_buffer_size()
 

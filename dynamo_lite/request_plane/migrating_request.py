@@ -45,12 +45,8 @@ class MigratingRequest:
         self.moves = 0
         #: Set when the request has ended.
         self.over = False
-        #: Lease id of the worker that was lost last.
-        self.avoid: int | None = None
-        #: Lease id of the worker of the last attempt.
-        self.lease_id: int | None = None
-        #: Set when a placement that waits should try again.
-        self.wake = asyncio.Event()
+        #: Lease ids of the worker that was lost last, and of that of the last attempt; 0: none.
+        self.avoid = self.lease_id = 0
         #: Ends the request at its deadline; set by FailoverClient after acceptance.
         self.timer: asyncio.TimerHandle | None = None
         #: The task that migrates it; set by FailoverClient.
@@ -78,16 +74,10 @@ class MigratingRequest:
         """Why it cannot be migrated; empty when it can."""
         return self.plan.stay if self._sent else ""
 
-    def is_at(self, moves: int) -> bool:
-        """Whether it has not ended and was not migrated since it had `moves` migrations."""
-        return not self.over and self.moves == moves
-
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt. Returns the request to submit to `member` at time `now`."""
         self.wire_id, self.lease_id = wire_id, member.lease_id
-        changes: dict[str, Any] = {}
-        if wire_id != self.request_id:
-            changes["request_id"] = wire_id
+        changes: dict[str, Any] = {"request_id": wire_id}
         if self.moves:
             changes["moved"] = True
         if self.deadline is not None:
@@ -98,7 +88,7 @@ class MigratingRequest:
             self._covered = len(self._sent)
             if self._sent:
                 changes["output_token_ids"] = [*self.request.output_token_ids, *self._sent]
-        return msgspec.structs.replace(self.request, **changes) if changes else self.request
+        return msgspec.structs.replace(self.request, **changes)
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """Returns the part of the current attempt's delta that the caller has not got yet, or None.
@@ -110,10 +100,10 @@ class MigratingRequest:
             self._compare(delta, again)
         self._sent += delta.token_ids[again:]
         self._covered += len(delta.token_ids)
-        if again and again == len(delta.token_ids) and delta.finish_reason is None:
-            return None
-        cut = self._cut(delta, again)
-        return None if cut is not delta and cut.is_empty else cut
+        left = self._cut(delta, again)
+        if left.token_ids or left.finish_reason or left.prefill or left.prompt_logprobs:
+            return left
+        return None
 
     def _compare(self, delta: TokenDelta, again: int) -> None:
         covered = self._covered + again
@@ -125,9 +115,7 @@ class MigratingRequest:
 
     def _cut(self, delta: TokenDelta, again: int) -> TokenDelta:
         """Removes the first `again` tokens, and what is sent once per request."""
-        changes: dict[str, Any] = {}
-        if delta.request_id != self.request_id:
-            changes["request_id"] = self.request_id
+        changes: dict[str, Any] = {"request_id": self.request_id}
         if again:
             changes["token_ids"] = delta.token_ids[again:]
             if delta.logprobs is not None:
@@ -140,7 +128,7 @@ class MigratingRequest:
             if self._told_prompt_logprobs:
                 changes["prompt_logprobs"] = None
             self._told_prompt_logprobs = True
-        return msgspec.structs.replace(delta, **changes) if changes else delta
+        return msgspec.structs.replace(delta, **changes)
 
 
 def rows_after(rows: LogprobRows, count: int) -> LogprobRows | None:

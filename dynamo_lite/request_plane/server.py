@@ -7,6 +7,7 @@ through it, one frame per engine step and session. When a session ends, its requ
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -22,28 +23,29 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import GenerateHandler
-from dynamo_lite.request_plane.framing import FIRST_FRAME_TIMEOUT_S, STALL_TIMEOUT_S
-from dynamo_lite.request_plane.session import Session, SessionRequest
-from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.request_plane.framing import FrameConnection
+from dynamo_lite.request_plane.listener import SessionListener
+from dynamo_lite.request_plane.session import Session
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import PendingConnections, TcpServer
-from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
-#: Connections without a Hello, those in their TLS handshake among them. Clients send it at once, so
-#: this is far more than all clients that may connect at the same time.
-MAX_UNGREETED = 512
-#: The component whose processes are clients.
-_CLIENT = "Frontend"
-#: Upper limit of a request's timeout.
-_LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
-#: How long closing waits for connections to send what is queued.
-_FLUSH_TIMEOUT_S = 1.0
 #: How long closing waits for the engine to accept or abort requests.
 _CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False)
+class SessionRequest:
+    """A request of a session, from its arrival until the engine does not know it any more."""
+
+    request_id: str
+    session: Session
+    #: Hands it to the engine; None when that is over.
+    handover: asyncio.Task[None] | None = None
+    #: No delta of it is sent any more.
+    ended: bool = False
 
 
 class GenerateServer:
@@ -64,32 +66,17 @@ class GenerateServer:
         on_drop: OnDrop = uncounted,
         certificates: Certificates | None = None,
     ):
-        self._handler = handler
-        self._certificates, self.on_drop = certificates, on_drop
-        #: Of all connections: a stranger may open many.
-        self.log_limit = LogLimit()
-        self._bind_host = bind_host
-        self._pending = PendingConnections(MAX_UNGREETED, lambda: on_drop("stream"))
-        self._listener = TcpServer(
-            bind_host,
-            partial(Session, self),
-            self._pending,
-            None if certificates is None else certificates.server,
-            handshake_s=FIRST_FRAME_TIMEOUT_S,
-            shutdown_s=STALL_TIMEOUT_S,
-            on_failed=self._handshake_failed,
+        self._handler, self.on_drop = handler, on_drop
+        self._listener = SessionListener(
+            lambda: Session(self, self._listener), bind_host, certificates, on_drop
         )
         #: HOST:PORT for the clients' connections, for the endpoint's record.
         self.stream_address = ""
-        #: Of all open connections, with a Hello or without.
-        self._sessions: set[Session] = set()
-        self._all_closed = asyncio.Event()
-        self._all_closed.set()
         self._admission = Admission(limits)
         #: Until the engine has refused, finished or aborted them.
         self._requests: dict[str, SessionRequest] = {}
-        # `_tried` reports a handover that fails.
-        self._handovers, self._aborts = OwnedTasks(on_failure=lambda *_: None), OwnedTasks()
+        #: Handovers and aborts. `_tried` and `_abort` report those that fail.
+        self._tasks = OwnedTasks(on_failure=lambda *_: None)
         #: Why all new requests are refused; None while they are not.
         self._refusal: str | None = None
         self._idle = asyncio.Event()
@@ -97,27 +84,19 @@ class GenerateServer:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when it cannot listen on the host."""
-        self.stream_address = advertised_address(self._bind_host, await self._listener.start())
+        self.stream_address = await self._listener.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         why = "the worker closed the stream"
         self.disconnect_all(why)
-        try:
-            await self._listener.close()
-            for session in list(self._sessions):
-                session.close(why)
-            await all_of([self._all_closed], _FLUSH_TIMEOUT_S)
-        finally:  # also when this is cancelled
-            for session in list(self._sessions):
-                session.abort(why)
+        await self._listener.close(why)
         if not await self.wait_idle(_CLOSE_TIMEOUT_S):
             logger.warning(
                 "timeout after %g s: closed while the engine still accepts or aborts requests",
                 _CLOSE_TIMEOUT_S,
             )
-        await self._handovers.end()
-        await self._aborts.end()
+        await self._tasks.end()
 
     @property
     def in_flight(self) -> int:
@@ -146,8 +125,8 @@ class GenerateServer:
     def disconnect_all(self, why: str) -> None:
         """To be called when the engine is dead: ends all sessions and refuses new requests."""
         self.refuse_new(why)
-        for session in list(self._sessions):
-            self._abandon(session)
+        for session in list(self._listener.sessions):
+            self.abandon(session)
             session.close(why)
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -171,43 +150,9 @@ class GenerateServer:
             if undeliverable := session.deliver(mine):
                 self.cancel(session, undeliverable)
 
-    # Sessions
+    # Requests
 
-    def opened(self, session: Session) -> None:
-        """The connection is made, without a Hello. With a certificate that does not fit, it is
-        closed."""
-        self._sessions.add(session)
-        self._all_closed.clear()
-        if self._certificates is not None:
-            why = self._certificates.refusal(session.ssl_object, _CLIENT)
-            if why:
-                self._refuse_client(session.peer, why)
-                session.abort(why)
-                return
-        why = f"more than {MAX_UNGREETED} connections without a Hello"
-        self._pending.add(session, session.peer_host, partial(session.abort, why))
-
-    def closed(self, session: Session) -> None:
-        """The connection is lost, with a Hello or without."""
-        self._pending.discard(session)
-        self._sessions.discard(session)
-        if not self._sessions:
-            self._all_closed.set()
-        self._abandon(session)
-
-    def greeted(self, session: Session) -> None:
-        """The client has sent its Hello."""
-        self._pending.discard(session)
-
-    def _handshake_failed(self, peer: str, exc: OSError) -> None:
-        if self._certificates is not None and (why := self._certificates.explained(exc)):
-            self._refuse_client(peer, why)
-
-    def _refuse_client(self, peer: str, why: str) -> None:
-        self.on_drop("certificate")
-        self.log_limit.log(logger, "stream with %s: the client is refused: %s", peer, why)
-
-    def _abandon(self, session: Session) -> None:
+    def abandon(self, session: FrameConnection) -> None:
         """Aborts the session's requests."""
         own = [one for one in self._requests.values() if one.session is session]
         self.cancel(session, [one.request_id for one in own])
@@ -215,17 +160,15 @@ class GenerateServer:
             if one.handover is not None:
                 one.handover.cancel()
 
-    def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
+    def cancel(self, session: FrameConnection, request_ids: Sequence[str]) -> None:
         """Ends these requests; no delta of them is sent after this."""
         known = (self._requests.get(request_id) for request_id in request_ids)
         mine = [one for one in known if one and one.session is session and not one.ended]
         for one in mine:
             one.ended = True  # so that it is kept until it is aborted
-            self._release(one)
+            self._admission.leave(one.request_id)
         # Requests that the engine is still accepting are aborted when it has accepted them.
         self._abort_soon([one for one in mine if one.handover is None])
-
-    # Requests
 
     def submit(self, session: Session, request_id: str, payload: bytes) -> None:
         """Takes a request of the session's connection. From now on it is in flight.
@@ -242,12 +185,8 @@ class GenerateServer:
             return
         one = self._requests[request_id] = SessionRequest(request_id, session)
         self._idle.clear()
-        if request.timeout_s is not None:
-            one.timer = asyncio.get_running_loop().call_later(
-                min(request.timeout_s, _LONGEST_TIMEOUT_S), self._expire, one
-            )
         handover = self._handler.submit(request)
-        one.handover = self._handovers.start(handover, name=f"hand over {request_id}")
+        one.handover = self._tasks.start(handover, name=f"hand over {request_id}")
         one.handover.add_done_callback(partial(self._tried, one))
 
     def _decode(self, request_id: str, payload: bytes) -> GenerateRequest:
@@ -278,14 +217,12 @@ class GenerateServer:
             one.session.reply(one.request_id, reply)
 
     def _check(self, request: GenerateRequest) -> None:
-        """Admits the request. Raises Refused when it has timed out or would exceed a limit, too."""
-        request_id, timeout_s = request.request_id, request.timeout_s
+        """Admits the request. Raises Refused."""
+        request_id = request.request_id
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
         if request_id in self._requests:
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
-        if timeout_s is not None and not timeout_s > 0:
-            raise Refused(f"request {request_id} has timed out", elsewhere=False)
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         busy = self._admission.enter(
             request_id,
@@ -296,23 +233,12 @@ class GenerateServer:
         if busy is not None:
             raise Refused(busy, elsewhere=True, busy=True)
 
-    def _expire(self, one: SessionRequest) -> None:
-        """Ends a request after its timeout. Its client does the same, unless it is stuck."""
-        self.cancel(one.session, [one.request_id])
-        failed = TokenDelta(request_id=one.request_id, token_ids=[], finish_reason="abort")
-        one.session.deliver([failed])
-
     # Ends
-
-    def _release(self, one: SessionRequest) -> None:
-        self._admission.leave(one.request_id)
-        if one.timer is not None:
-            one.timer.cancel()
 
     def _end(self, one: SessionRequest) -> None:
         """The engine has ended it, or never had it."""
         one.ended = True
-        self._release(one)
+        self._admission.leave(one.request_id)
         if one.handover is None:
             self._forget([one])
 
@@ -324,7 +250,7 @@ class GenerateServer:
 
     def _abort_soon(self, requests: list[SessionRequest]) -> None:
         if requests:
-            self._aborts.start(self._abort(requests), name="generate-abort")
+            self._tasks.start(self._abort(requests), name="generate-abort")
 
     async def _abort(self, requests: list[SessionRequest]) -> None:
         request_ids = [one.request_id for one in requests]

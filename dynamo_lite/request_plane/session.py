@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
@@ -25,6 +24,7 @@ from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.framing import FrameConnection, frame
 
 if TYPE_CHECKING:
+    from dynamo_lite.request_plane.listener import SessionListener
     from dynamo_lite.request_plane.server import GenerateServer
 
 logger = logging.getLogger(__name__)
@@ -39,18 +39,18 @@ class Session(FrameConnection):
     #: For the log; empty before the Hello.
     client_id = ""
 
-    def __init__(self, server: "GenerateServer"):
+    def __init__(self, server: "GenerateServer", listener: "SessionListener"):
         super().__init__(
             first_max_bytes=MAX_HELLO_BYTES,
             max_bytes=MAX_SUBMIT_BYTES,
             on_drop=server.on_drop,
-            log_limit=server.log_limit,
+            log_limit=listener.log_limit,
         )
-        self._server = server
+        self._server, self._listener = server, listener
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.opened(self)
+        self._listener.opened(self)
 
     def frame_received(self, payload: bytes) -> None:
         message = decode_client_frame(payload)
@@ -70,13 +70,13 @@ class Session(FrameConnection):
         if self.client_id:
             raise ProtocolError("a second Hello on one connection")
         self.client_id = hello.client_id
-        self._server.greeted(self)
+        self._listener.greeted(self)
         self.send(frame(encode(Welcome())))
 
     def connection_closed(self, why: str) -> None:
         if self.client_id:
             logger.info("stream of client %s disconnected: %s", self.client_id, why)
-        self._server.closed(self)
+        self._server.abandon(self)
 
     def reply(self, request_id: str, reply: Accepted | RequestRefused) -> None:
         self.send(frame(encode(SubmitReply(request_id=request_id, reply=reply))))
@@ -101,17 +101,3 @@ class Session(FrameConnection):
         failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
         self.send(frame(encode(Deltas(deltas=[failed]))))
         return [request_id]
-
-
-@dataclass(eq=False)
-class SessionRequest:
-    """A request of a session, from its arrival until the engine does not know it any more."""
-
-    request_id: str
-    session: Session
-    #: Hands it to the engine; None when that is over.
-    handover: asyncio.Task[None] | None = None
-    #: Ends it after its timeout.
-    timer: asyncio.TimerHandle | None = None
-    #: No delta of it is sent any more.
-    ended: bool = False

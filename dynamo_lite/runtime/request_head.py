@@ -7,7 +7,7 @@ import asyncio
 import resource
 from typing import cast
 
-from dynamo_lite.runtime.listening import PendingConnections
+from dynamo_lite.runtime.pending import PendingConnections
 
 #: Clients that open connections in advance use them sooner, or open others in their place. Without
 #: a limit connections that no client uses would hold the process's file descriptors for good.

@@ -15,7 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.listening import TcpServer
+from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.kv_regions import heads_of
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import Lanes, ShardMapping
@@ -89,11 +90,6 @@ def hole(regions: Sequence[KvRegion], parts: Iterable[Part]) -> str | None:
                 continue
         return f"layer {region.layer}: bytes {sorted(brought)} of {region.block_bytes}"
     return None
-
-
-def heads_of(region: KvRegion) -> range:
-    """The KV heads in each block of the region; a block that cannot be cut counts as one."""
-    return range(region.first_head, region.first_head + region.heads)
 
 
 def cut(region: KvRegion, offset: int, length: int) -> KvRegion:

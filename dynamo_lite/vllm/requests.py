@@ -21,7 +21,7 @@ from dynamo_lite.disagg.transfer_params import (
     with_first_token,
 )
 from dynamo_lite.protocol.errors import ProtocolError, Refused
-from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, Adapter, GenerateRequest, LogprobRows
+from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, Adapter, GenerateRequest
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
@@ -226,7 +226,7 @@ def _continue_after(generated: int, sampling: SamplingParams) -> None:
 def _check_logprobs(asked: int | None, tokens: int, model: ModelConfig) -> None:
     """asked: candidates for each of the prompt's tokens; -1 is the whole vocabulary."""
     candidates = model.get_vocab_size() if asked == -1 else asked or 0
-    size = LogprobRows.size_of(tokens, candidates + 1)
+    size = tokens * (12 * (candidates + 1) + 8)  # of `LogprobRows`
     if candidates and size > MAX_DELTA_BYTES:
         raise Refused(
             f"prompt_logprobs of {candidates} for this prompt are {size} bytes; at most"

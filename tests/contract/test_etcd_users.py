@@ -1,17 +1,23 @@
 """The users that `dynamo-lite access etcd --make` makes, in a real etcd."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aetcd import rpc
 
 from dynamo_lite.cli import access
 from dynamo_lite.cli.access import make_users
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import all_permissions
+from dynamo_lite.runtime.address import parse_etcd_url
+from dynamo_lite.runtime.etcd.client import EtcdClient, open_channel
 from dynamo_lite.serve.embedded import EmbeddedEtcd, etcdctl
 from dynamo_lite.serve.run_state import RunState, write_run
+from tests.builders import loop_time
+from tests.servers import PrivateServer
 
 PASSWORDS = {"root": "first", "n-Router": "second"}
 ROUTER = [all_permissions("n")["Router"]]
@@ -90,3 +96,24 @@ async def test_an_etcd_that_does_not_answer_may_want_certificates(
     monkeypatch.setattr(access, "_ANSWER_S", 1)
     with pytest.raises(StartupError, match=r"does it want https:// and --certificates\?$"):
         await make_users("http://127.0.0.1:1", "n", ROUTER, logins(tmp_path / "logins"))
+
+
+async def test_who_waits_for_a_token_waits_no_longer_than_its_own_call(etcd_server: PrivateServer):
+    """A lease's refresh too, behind others that authenticate at a member that hangs."""
+    url = etcd_server.url.replace("://", "://user:password@")
+    client = EtcdClient(parse_etcd_url(url), open_channel)
+    client.timeout_s, read = 1.0, rpc.RangeRequest(key=b"key")
+    await client.call(read)
+    etcd_server.freeze()
+    client.metadata, began = None, loop_time()
+    reads = [asyncio.create_task(client.call(read)) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(rpc.AioRpcError) as refresh:
+        await client.call(rpc.LeaseKeepAliveRequest(ID=1), 0.3)
+    assert refresh.value.code() is rpc.StatusCode.DEADLINE_EXCEEDED
+    assert loop_time() - began < 0.9
+    failed = await asyncio.gather(*reads, return_exceptions=True)
+    assert {type(one) for one in failed} == {rpc.AioRpcError} and loop_time() - began < 1.9
+    etcd_server.thaw()
+    await client.call(read)
+    await client.close()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, decode_engine
+from dynamo_lite.protocol.kv_regions import decode_engine
+from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.members.roster import Roster
 from tests.builders import endpoint_record, key_of, members_when
 from tests.hostile import Spoiler

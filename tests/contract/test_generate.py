@@ -153,7 +153,7 @@ async def test_a_registered_worker_is_connected_before_the_first_request(remote:
     assert not remote.client.is_connected(remote.member)
     remote.client.retain([remote.member])
     await eventually(lambda: remote.client.is_connected(remote.member), 5)
-    [session] = remote.server._sessions
+    [session] = remote.server._listener.sessions
     remote.client.retain([remote.member])
     await remote.client.submit(remote.member, generate_request("a"))
     assert remote.server._requests["a"].session is session
@@ -323,7 +323,7 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     remote.client.retain([])
     remote.server.deliver([tokens("a", 2, finish="stop")])
     await eventually(lambda: len(remote.outputs.deltas) == 2)
-    await eventually(lambda: not remote.server._sessions)
+    await eventually(lambda: not remote.server._listener.sessions)
     await remote.client.submit(remote.member, generate_request("b"))
     assert remote.outputs.lost == []
 
@@ -408,7 +408,7 @@ async def test_a_connection_that_closes_ends_what_the_engine_is_accepting(
         else:  # malformed: disconnects in the turn of the event loop that reads both frames
             writer.write(frame(b"\xc1"))
         writer.close()
-        await eventually(lambda: not remote.server._sessions)
+        await eventually(lambda: not remote.server._listener.sessions)
         assert await remote.server.wait_idle(5)
     assert remote.engine.running == {} and remote.engine.aborted == ["a"]
     remote.engine.gate.set()

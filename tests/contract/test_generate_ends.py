@@ -9,7 +9,9 @@ import pytest
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.request_plane.dialing import Dialer
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.runtime.drops import uncounted
 from tests.builders import endpoint_record, eventually, generate_request
 from tests.contract.generating import FakeEngine, Outputs, Setup, open_setup, tokens
 
@@ -22,44 +24,6 @@ Open = Callable[..., Awaitable[Setup]]
 async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
         yield lambda **limits: open_setup(request.param, stack, **limits)
-
-
-async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
-    setup = await opened()
-    await setup.client.submit(setup.member, generate_request("b", timeout_s=60.0))
-    await setup.client.submit(setup.member, generate_request("c"))
-    await setup.client.submit(setup.member, generate_request("a", timeout_s=1.0))
-    setup.server.deliver([tokens("a", 1)])
-    await eventually(lambda: setup.engine.aborted == ["a"])
-    await eventually(lambda: len(setup.outputs.deltas) == 2)
-    assert setup.outputs.deltas == [tokens("a", 1), tokens("a", finish="abort")]
-    assert setup.server.in_flight == 2
-    setup.server.deliver([tokens("a", 2), tokens("b", 3, finish="stop")])
-    await eventually(lambda: len(setup.outputs.deltas) == 3)
-    assert setup.outputs.deltas[2] == tokens("b", 3, finish="stop")
-    assert setup.outputs.lost == []
-
-
-async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Open):
-    setup = await opened()
-    setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(
-        setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
-    )
-    await eventually(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
-    setup.engine.gate.set()
-    await submitting
-    await eventually(lambda: setup.engine.aborted == ["a"])
-    assert await setup.server.wait_idle(5)
-    assert setup.engine.running == {}
-
-
-async def test_a_request_without_time_is_not_begun(opened: Open):
-    setup = await opened()
-    with pytest.raises(Refused, match="time") as caught:
-        await setup.client.submit(setup.member, generate_request("a", timeout_s=0.0))
-    assert not caught.value.elsewhere
-    assert setup.server.in_flight == 0 and setup.engine.running == {}
 
 
 async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
@@ -115,7 +79,8 @@ async def test_a_client_that_leaves_with_the_welcome_closes_the_connection():
     outputs = Outputs()
     async with GenerateServer(FakeEngine()) as server:
         member = endpoint_record(stream=server.stream_address)
-        link = Connection(member.transport, "front", outputs.on_deltas, outputs.on_lost)
+        dialer = Dialer("front", None, "", uncounted)
+        link = Connection(member.transport, dialer, outputs.on_deltas, outputs.on_lost)
         receive = link.frame_received
 
         def receive_and_leave(payload: bytes) -> None:

@@ -44,14 +44,12 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
         assert await graph.next_turn() == (set(), {A})
         assert 0.4 <= loop.time() - joins < 2.0
         assert graph.responsive() == [B]
-        assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
         assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
         assert graph.monitor.trouble(A).startswith("no heartbeat for 0.")
         assert graph.monitor.trouble(B) == ""
         assert graph.sample("dynamo_lite_workers_unresponsive") == 1
     assert await graph.next_turn() == (set(), {B})
     assert graph.responsive() == []
-    assert [m.lease_id for m in graph.monitor.members_or_all] == [A, B]
 
 
 async def test_who_says_that_it_cannot_work_is_believed_at_once(graph: Graph) -> None:

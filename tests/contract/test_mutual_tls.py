@@ -18,6 +18,7 @@ from dynamo_lite.protocol.generate import Hello
 from dynamo_lite.protocol.records import EndpointTransport
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.request_plane.dialing import Dialer
 from dynamo_lite.request_plane.framing import frame, parse_address
 from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -134,7 +135,7 @@ async def test_a_client_sends_nothing_to_who_is_not_a_worker_of_its_graph(worker
         serving.write_bytes(good)
         pair = worker.folder / "pair.pem"
         pair.write_bytes(bad + (worker.folder / "VllmWorker-key.pem").read_bytes())
-        contexts = worker.server._certificates
+        contexts = worker.server._listener._certificates
         assert contexts is not None
         contexts.server().load_cert_chain(pair)
         expected = f"not valid under {worker.folder}/ca.pem: certificate has expired"
@@ -151,7 +152,8 @@ async def test_a_client_sends_nothing_to_who_is_not_a_worker_of_its_graph(worker
 
 async def test_requests_go_to_other_hosts_over_tls_only():
     record = EndpointTransport(nats_tcp="s", stream="10.0.0.9:1")
-    connection = Connection(record, "c", lambda _: None, lambda _a, _b: None)
+    dialer = Dialer("c", None, "", uncounted)
+    connection = Connection(record, dialer, lambda _: None, lambda _a, _b: None)
     with pytest.raises(Unavailable, match="on another host, and its record says: without TLS"):
         await connection.opened()
 
@@ -194,8 +196,8 @@ def test_connections_without_a_hello_are_bounded_and_keep_no_peer_out(
     """With TLS they are in their handshakes. A stranger connects and says nothing. It displaces its
     own connections, and not those of another address, which were there first."""
     most = 32
-    monkeypatch.setattr("dynamo_lite.request_plane.server.MAX_UNGREETED", most)
-    for at in ("framing", "server"):  # no handshake and no Hello is missed meanwhile
+    monkeypatch.setattr("dynamo_lite.request_plane.listener.MAX_UNGREETED", most)
+    for at in ("framing", "listener"):  # no handshake and no Hello is missed meanwhile
         monkeypatch.setattr(f"dynamo_lite.request_plane.{at}.FIRST_FRAME_TIMEOUT_S", 60.0)
     drops: Counter[str] = Counter()
 

@@ -18,8 +18,8 @@ from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.kv_regions import decode_engine
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.claim_cells import ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.health import publish_heartbeats

@@ -95,13 +95,13 @@ class SimFrontend:
                     ),
                     host.messaging,
                 ),
-                members=lambda: health.members_or_all,
+                members=lambda: health.responsive or roster.members,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,
             )
         )
-        await rotate(self._stack, roster, health, client.transport, client.members_changed)
+        await rotate(self._stack, roster, health, client.transport)
         await host.register("http")
         self._accepting = True
         return {}

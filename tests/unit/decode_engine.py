@@ -125,11 +125,8 @@ class Writers:
 
     responsive = usable
 
-    def get(self, writer: int) -> int | None:
-        return writer if writer in self.members else None
-
     def trouble(self, writer: int) -> str:
-        return self.ails.get(writer, "")
+        return self.ails.get(writer, "" if writer in self.members else "it is not registered")
 
     def shows_life(self, writer: int) -> None:
         self.alive.append(writer)

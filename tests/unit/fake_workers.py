@@ -170,15 +170,9 @@ class FakeWorkers:
         worker.dead, worker.listed = True, False
         self._lose(worker, "connection lost")
         worker.running.clear()
-        self.changed()
 
     def start(self, lease_id: int) -> None:
         self.workers[lease_id] = Worker(lease_id)
-        self.changed()
-
-    def changed(self) -> None:
-        assert self.client is not None
-        self.client.members_changed()
 
     def running(self) -> dict[int, list[str]]:
         return {i: list(worker.running) for i, worker in self.workers.items() if worker.running}

@@ -18,6 +18,7 @@ from dynamo_lite.disagg.queue.base import Job
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.kv_regions import decode_engine
 from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
@@ -27,7 +28,7 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_done,
 )
-from dynamo_lite.protocol.records import EngineMetadata, decode_engine
+from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.tracing import Tracer

@@ -213,7 +213,7 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
 async def test_a_claim_of_an_unknown_writer_is_refused(decode: Decode):
     """Its end would be noticed late."""
     attempt = await decode.ask("r1")
-    refused = ClaimRefused(reason="no such prefill worker")
+    refused = ClaimRefused(reason="not able to work: it is not registered")
     assert await decode.claim(attempt, 0xBAD) == refused
     assert decode.counted("dropped/claim") == 1
     assert await decode.claim(attempt) == HELD

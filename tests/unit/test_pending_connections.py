@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.listening import TcpServer
+from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.tls import server_context
 from tests.external import Certificates
 

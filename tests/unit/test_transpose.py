@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine
+from dynamo_lite.protocol.kv_regions import decode_engine
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout, units_of
 from tests.shards import BLOCKS, Shape, ShardedEngine, engine, expected_of_tokens

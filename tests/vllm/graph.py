@@ -21,7 +21,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.health import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.records import EndpointRecord, decode_engine
+from dynamo_lite.protocol.kv_regions import decode_engine
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.config import resolve

@@ -120,10 +120,10 @@ class FirstTokens:
             ),
         )
 
-    def settle(self, own: str, delta: TokenDelta) -> TokenDelta | GenerateRequest | None:
-        """What is left to send of an engine's output.
+    def settle(self, own: str, delta: TokenDelta) -> TokenDelta | GenerateRequest:
+        """What is left to send of an engine's output, perhaps an empty delta.
 
-        None: nothing. A request: the engine has sampled another first token than the client got.
+        A request: the engine has sampled another first token than the client got.
         Its request is to be aborted, and this one submitted in its place, which goes on from the
         client's token; see `expect`.
         """
@@ -141,7 +141,7 @@ class FirstTokens:
                 delta = msgspec.structs.replace(delta, token_ids=[])
             else:
                 return self._continuation(awaited, delta.token_ids[0])
-        return None if delta.is_empty else delta
+        return delta
 
     def _continuation(self, awaited: _Awaited, other: int) -> GenerateRequest:
         self._different.inc()

@@ -16,7 +16,8 @@ from dynamo_lite.disagg.engine import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import IncompatiblePeer, LeaseLost, ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, decode_engine
+from dynamo_lite.protocol.kv_regions import decode_engine
+from dynamo_lite.protocol.records import EngineMetadata, LinkRecord
 from dynamo_lite.runtime.backoff import Backoff
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import WatchEvent, changes

@@ -100,7 +100,7 @@ class EtcdClient:
         while True:
             channel, metadata = self.channel, self.metadata
             try:
-                metadata, channel = await self._authenticated(), self.channel
+                metadata, channel = await self._authenticated(timeout_s), self.channel
                 send = self._methods[type(request)]
                 return await send(request, timeout=timeout_s, metadata=metadata)
             except rpc.AioRpcError as exc:
@@ -147,23 +147,27 @@ class EtcdClient:
             address.tls.context()  # a pair that does not match would end all connections
         return [self._open_channel(host, address) for host in address.hosts]
 
-    async def _authenticated(self) -> tuple[tuple[str, str], ...]:
+    async def _authenticated(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
         """`metadata`, with a token if there is a user. Raises AioRpcError."""
-        async with self._authenticating:
-            if self.metadata is None:
-                user, password = self._address.user, self._address.password
-                request = rpc.AuthenticateRequest(name=user, password=password)
-                try:
+        try:
+            # With the wait for another caller that authenticates.
+            async with asyncio.timeout(timeout_s), self._authenticating:
+                if self.metadata is None:
+                    user, password = self._address.user, self._address.password
+                    request = rpc.AuthenticateRequest(name=user, password=password)
                     send = rpc.AuthStub(self.channel).Authenticate
-                    reply = await send(request, timeout=self.timeout_s)
-                except rpc.AioRpcError as exc:
-                    # As in etcd's own clients: credentials are ignored by a server without users.
-                    if _AUTH_IS_OFF not in details(exc):
-                        raise
-                    self.metadata = ()
-                else:
+                    reply = await send(request, timeout=timeout_s)
                     self.metadata = (("token", reply.token),)
+                return self.metadata
+        except rpc.AioRpcError as exc:
+            # As in etcd's own clients: credentials are ignored by a server without users.
+            if _AUTH_IS_OFF not in details(exc):
+                raise
+            self.metadata = ()
             return self.metadata
+        except TimeoutError as exc:
+            late, none = rpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata()
+            raise rpc.AioRpcError(late, none, none, "no token in time") from exc
 
 
 async def _only_reply(stream: Any, request: Any, **options: Any) -> Any:

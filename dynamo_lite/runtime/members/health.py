@@ -115,15 +115,11 @@ class HealthMonitor:
             self._known = members, tuple(m for m in members if self._responds(m.lease_id))
         return self._known[1]
 
-    @property
-    def members_or_all(self) -> Members:
-        """The healthy members; if there are none, all."""
-        return self.responsive or self._roster.members
-
     def trouble(self, lease_id: int) -> str:
-        """Why a member is unhealthy; empty when it is healthy."""
-        member = self._members.get(lease_id)
-        if member is None or member.responsive:
+        """Why a worker is no healthy member; empty when it is one."""
+        if (member := self._members.get(lease_id)) is None:
+            return "it is not registered"
+        if member.responsive:
             return ""
         if member.heartbeat.ok:
             return f"no heartbeat for {self.silent_for(lease_id):.1f} s"
@@ -144,9 +140,18 @@ class HealthMonitor:
         member = self._members.get(lease_id)
         return 0.0 if member is None else self._now() - member.well_at
 
-    def shows_life(self, lease_id: int) -> None:
-        """The member has sent another message: it is alive, but perhaps not healthy."""
-        self._update(lease_id, None)
+    def shows_life(self, lease_id: int, heartbeat: Heartbeat | None = None) -> None:
+        """The member has sent its newest heartbeat, or another message: then it is alive, but
+        perhaps not healthy."""
+        if (member := self._members.get(lease_id)) is None:
+            return
+        before, member.silent = member.responsive, False
+        if heartbeat is not None:
+            member.heartbeat = heartbeat
+        if member.heartbeat.ok:
+            member.well_at = self._now()
+        if member.responsive != before:
+            self._changed(frozenset({lease_id}), member.responsive)
 
     def on_change(self, callback: OnHealth) -> contextlib.AbstractContextManager[object]:
         """Calls `callback` in the event loop when members become healthy or unhealthy, until the
@@ -181,18 +186,7 @@ class HealthMonitor:
         heartbeat = decode_heartbeat(payload)
         member = self._members.get(heartbeat.lease_id)
         if member is not None and heartbeat.number > member.heartbeat.number:
-            self._update(heartbeat.lease_id, heartbeat)
-
-    def _update(self, lease_id: int, heartbeat: Heartbeat | None) -> None:
-        if (member := self._members.get(lease_id)) is None:
-            return
-        before, member.silent = member.responsive, False
-        if heartbeat is not None:
-            member.heartbeat = heartbeat
-        if member.heartbeat.ok:
-            member.well_at = self._now()
-        if member.responsive != before:
-            self._changed(frozenset({lease_id}), member.responsive)
+            self.shows_life(heartbeat.lease_id, heartbeat)
 
     def _changed(self, lease_ids: frozenset[int], well: bool) -> None:
         self._known = None  # other threads read `responsive`

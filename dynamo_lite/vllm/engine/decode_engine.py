@@ -194,6 +194,5 @@ class VllmDecodeEngine(VllmEngine):
                 continue
             if delta.finish_reason is not None:
                 self._ids.leave([caller])
-            if left is not None:
-                deltas.append(left)
+            deltas.append(left)
         return deltas, instead

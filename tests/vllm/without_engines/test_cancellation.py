@@ -115,7 +115,7 @@ class Endpoint:
             )
             async with self.client:
                 yield self
-            await eventually(lambda: not worker.server._sessions)
+            await eventually(lambda: not worker.server._listener.sessions)
             await worker.idle()
         await all_closed(self.network)
 
@@ -188,13 +188,13 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         engine.gate = gate = asyncio.Event()
         session: Any = _LocalSession(gate)
         engine.submit = lambda request: cancel.step(take(engine, request))
-        cancel.action = lambda: server.closed(session)
+        cancel.action = lambda: server.abandon(session)
         request = encode(generate_request("b"))
         server.submit(session, "b", request)
         asyncio.get_running_loop().call_later(0.1, gate.set)
         await gate.wait()
         await delivered()
-        server.closed(session)
+        server.abandon(session)
         await endpoint.worker.idle()
         assert "b" in engine.aborted
         await endpoint.works()

@@ -150,7 +150,7 @@ async def test_the_token_is_sent_early_and_the_engines_is_not(rig: Rig):
     early = rig.token(7)
     assert early is not None and (early.request_id, early.token_ids) == ("r", [7])
     assert early.prefill is not None and early.prefill.created_cache_tokens == 2, "one block"
-    assert await rig.step(output("r#1", 7)) == []
+    assert await rig.step(output("r#1", 7)) == [TokenDelta("r", [])]
     assert await rig.step(EngineCoreOutput("r#1", [8])) == [TokenDelta("r", [8])]
     end = EngineCoreOutput("r#1", [9], finish_reason=FinishReason.LENGTH)
     assert await rig.step(end) == [TokenDelta("r", [9], "length")]

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.config import FrontendConfig
@@ -66,7 +65,7 @@ def check_workers(
         return WorkerCheck(trouble=f"none of {workers} decode workers is responsive: {_SEE_LOGS}")
     connected = sum(
         transport.is_connected(member) and not health.is_known_unwell(member.lease_id)
-        for member in health.members_or_all
+        for member in health.responsive or roster.members
     )
     if connected:
         return WorkerCheck(
@@ -84,15 +83,12 @@ async def rotate(
     roster: Roster,
     health: HealthMonitor,
     transport: RemoteGenerateClient,
-    changed: Callable[[], None],
 ) -> None:
     """Updates which workers get requests, and which ones lose theirs, until `stack` is closed.
 
-    An unresponsive worker gets no new requests while another one is responsive
-    (`HealthMonitor.members_or_all`). Its running requests wait for `MIGRATE_AFTER_S`, because a
-    migration computes the prompt again. While no worker is responsive they stay.
-
-    changed: called when the set of workers for new requests changes.
+    An unresponsive worker gets no new requests while another one is responsive. Its running
+    requests wait for `MIGRATE_AFTER_S`, because a migration computes the prompt again. While no
+    worker is responsive they stay.
     """
 
     def migrate_overdue() -> None:
@@ -104,22 +100,14 @@ async def rotate(
             if why and overdue and transport.is_connected(member):
                 transport.drop(member, why)
 
-    def on_roster(*_: object) -> None:
-        transport.retain(roster.members)
-        changed()
-
-    def on_health(*_: object) -> None:
-        changed()
-        migrate_overdue()
-
     async def look() -> None:
         while True:
             migrate_overdue()
             await asyncio.sleep(_LOOK_S)
 
     transport.retain(roster.members)
-    stack.enter_context(roster.on_change(on_roster))
-    stack.enter_context(health.on_change(on_health))
+    stack.enter_context(roster.on_change(lambda *_: transport.retain(roster.members)))
+    stack.enter_context(health.on_change(lambda *_: migrate_overdue()))
     await stack.enter_async_context(running(look(), name="rotation"))
 
 
@@ -153,7 +141,11 @@ class RequestDispatcher:
         """
         from dynamo_lite.vllm.frontend.intake import Intake
 
-        config, workers = self._config, self._workers
+        config, workers, roster = self._config, self._workers, self._roster
+
+        def members() -> Members:
+            return workers.responsive or roster.members
+
         connect = partial(
             RemoteGenerateClient,
             f"{host.lease.id:x}",
@@ -164,14 +156,13 @@ class RequestDispatcher:
         self._failover = failover = await self._stack.enter_async_context(
             FailoverClient(
                 connect,
-                members=lambda: workers.members_or_all,
+                members=members,
                 picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
             )
         )
-        changed = failover.members_changed
-        await rotate(self._stack, self._roster, workers, failover.transport, changed)
+        await rotate(self._stack, roster, workers, failover.transport)
         admission = Admission(config)
         refused: Counter[str] = Counter()
 
@@ -184,7 +175,7 @@ class RequestDispatcher:
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return Intake(
             failover,
-            members=lambda: workers.members_or_all,
+            members=members,
             admission=admission,
             refused=refused,
             client_priority=config.client_priority,

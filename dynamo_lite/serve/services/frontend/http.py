@@ -20,7 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import PendingConnections, TcpServer
+from dynamo_lite.runtime.listening import TcpServer
+from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
 from dynamo_lite.runtime.tasks import running
