@@ -64,7 +64,6 @@ class FailoverClient:
     """Async context manager; leaving it drops the running requests, without `on_ended`.
 
     make_transport: makes the connections to the workers, which live as long as this context.
-    members: returns the workers that may be picked.
     on_deltas: takes deltas under the requests' own ids.
     on_ended: see OnEnded; it may call `abort`.
     move_wait_s: how long a request that lost its worker waits for another one.
@@ -74,7 +73,6 @@ class FailoverClient:
         self,
         make_transport: MakeTransport,
         *,
-        members: Callable[[], Sequence[EndpointRecord]],
         picker: Picker,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
@@ -84,7 +82,8 @@ class FailoverClient:
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
         self._on_ended = on_ended
-        self._members = members
+        #: The workers that may be picked.
+        self.members: Sequence[EndpointRecord] = ()
         self._picker = picker
         self._move_wait_s = move_wait_s
         self._flights: dict[str, MigratingRequest] = {}
@@ -122,8 +121,9 @@ class FailoverClient:
             self._forget(flight)
         await self._tasks.end()
 
-    def members_changed(self) -> None:
-        """Wakes waiting requests: a worker has joined, left, or is healthy again."""
+    def set_members(self, members: Sequence[EndpointRecord]) -> None:
+        """A worker has joined, left, or is healthy again: wakes waiting requests."""
+        self.members = members
         for flight in self._flights.values():
             flight.wake.set()
 
@@ -246,7 +246,7 @@ class FailoverClient:
     ) -> Selection | None:
         """Chooses a worker that was not tried yet; the one that it has just lost only if there is
         no other. None: all were tried, or it has ended or was migrated meanwhile."""
-        members = self._members()
+        members = self.members
         left = {member.lease_id for member in members} - tried
         if not left:
             return None

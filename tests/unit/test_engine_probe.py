@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.serve.services.engine_probe import EngineProbe
 from tests.builders import engine_metadata, loop_time
 from tests.twins.servers import MemoryMessaging
@@ -44,7 +46,8 @@ class Engine:
 
 
 def host_of(messaging: MemoryMessaging, now: Callable[[], float]) -> Any:
-    return SimpleNamespace(messaging=messaging, clock=Clock(monotonic=now))
+    registry = CollectorRegistry()
+    return SimpleNamespace(messaging=messaging, clock=Clock(monotonic=now), registry=registry)
 
 
 class Worker:
@@ -80,10 +83,8 @@ class Worker:
             await asyncio.sleep(1.0)
 
     async def close(self) -> None:
-        self.probe.closing = True
-        self.engine.answers.set()
         async with asyncio.timeout(5):
-            await self.task
+            await end_tasks(self.task)
 
 
 @virtual
@@ -215,15 +216,4 @@ async def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
     engine.stepped_at += held_up_s
     await asyncio.sleep(5.0)
     assert probe.verdict() == (True, "")
-    probe.closing = True
-    await task
-
-
-@virtual
-async def test_an_engine_that_is_being_closed_is_not_missed():
-    worker = Worker(Engine())
-    await worker.stays_ok(3)
-    worker.engine.there = False
-    worker.probe.closing = True
-    async with asyncio.timeout(5):
-        await worker.task
+    await end_tasks(task)

@@ -9,7 +9,8 @@ from typing import Self
 
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import SILENT_S
-from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck, check_workers, rotate
+from dynamo_lite.runtime.members.roster import Members
+from dynamo_lite.serve.services.frontend.workers import WorkerCheck, check_workers, rotate
 from tests.builders import loop_time
 from tests.health_graph import A, B, Graph
 from tests.twins.servers import MemoryMessaging
@@ -53,8 +54,9 @@ class Frontend(Graph):
         for lease_id in self.beats:
             await self.stop(lease_id)
 
-    def _changed(self) -> None:
+    def _changed(self, members: Members) -> None:
         self.changes += 1
+        self.picks = [member.lease_id for member in members]
 
     async def stop(self, lease_id: int) -> float:
         task = self.beats[lease_id]
@@ -63,7 +65,8 @@ class Frontend(Graph):
         return loop_time()
 
     def picks_from(self) -> list[int]:
-        return [member.lease_id for member in self.monitor.members_or_all]
+        assert self.picks == [member.lease_id for member in self.monitor.members_or_all]
+        return self.picks
 
 
 @virtual

@@ -16,6 +16,8 @@ from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.members.health import HealthVerdict, publish_heartbeats
 from dynamo_lite.runtime.process.component import Host
+from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.serve.services.metrics import GaugeTable, status_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +37,9 @@ _FIRST_TOKEN_S = 900.0
 
 class EngineProbe:
     """busy: whether the engine has requests of this worker. step_timeout_s: an engine that has work
-    has failed after this time without a step. on_status: called with each `EngineStatus`.
+    has failed after this time without a step. gauges: of the engine's status, if it has one.
 
-    The process must own `run`, which raises EngineDied.
+    `run` raises EngineDied. It must end before the engine is closed.
     """
 
     def __init__(
@@ -47,21 +49,22 @@ class EngineProbe:
         *,
         busy: Callable[[], bool],
         step_timeout_s: float,
-        on_status: Callable[[EngineStatus], None] = lambda status: None,
+        gauges: GaugeTable = (),
     ):
         self._host, self._engine = host, engine
         self._messaging, self._now = host.messaging, host.clock.monotonic
-        self._busy, self._on_status = busy, on_status
-        self._step_timeout_s = step_timeout_s
+        self._busy, self._step_timeout_s = busy, step_timeout_s
+        self._show = status_gauges(host.registry, gauges if engine.metadata else ())
         self._unanswered_since: float | None = None
         self._stepped_at = self._now()
         self._load = engine.load
-        self.closing = False
-        #: When the last probe that the engine answered was sent; None before the first answer.
-        self.asked_at: float | None = None
+        #: The engine's last answer, and when it was asked.
+        self.status: EngineStatus | None = None
+        self.asked_at = 0.0
 
     def start(self, probing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts heartbeats with the verdict, and returns their task. probing: runs `run`."""
+        """Starts heartbeats with the verdict, and returns their task. probing: runs `run`, and ends
+        with the host's stack."""
         host = self._host
         heartbeats = publish_heartbeats(
             host.messaging,
@@ -70,22 +73,17 @@ class EngineProbe:
             lease_id=host.lease.id,
             verdict=self.verdict,
         )
-        host.spawn(probing, "engine-probe")
+        host.stack.push_async_callback(end_tasks, host.spawn(probing, "engine-probe"))
         return host.spawn(heartbeats, "health-beat")
 
-    def close(self) -> None:
-        """From now on an engine that does not answer has not failed: it is being closed."""
-        self.closing = True
-
     async def run(self) -> None:
-        """Ends after `close`."""
         with self._messaging.watch_connection(self._on_connection):
-            while not self.closing:
+            while True:
                 began = self._now()
                 answered = not self._engine.metadata or await self._ask_status()
                 await asyncio.sleep(_PERIOD_S if answered else _RETRY_S)
                 self._discount(self._now() - began - _ROUND_S)
-                if not self.closing and (trouble := self.dead()):
+                if trouble := self.dead():
                     raise EngineDied(trouble)
 
     def verdict(self) -> HealthVerdict:
@@ -128,13 +126,13 @@ class EngineProbe:
                 status = await self._engine.describe()
         except (DynamoLiteError, TimeoutError) as exc:
             # An outage of NATS has a line of its own.
-            if not self.closing and self._messaging.connected:
+            if self._messaging.connected:
                 logger.warning("no status from the engine: %s", exc or "no answer")
             return False
-        self._unanswered_since, self.asked_at = None, asked
+        self._unanswered_since, self.status, self.asked_at = None, status, asked
         if status.last_step_age_s is not None:
             self._stepped_at = max(self._stepped_at, asked - status.last_step_age_s)
-        self._on_status(status)
+        self._show(status)
         return True
 
     def _discount(self, held_up_s: float) -> None:

@@ -16,7 +16,8 @@ from dynamo_lite.routing.kv_routing import REASONS, KvPicker
 _HOW = ("fresh", "continue", "replay")
 _REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")
 
-#: Gauges of an engine's blocks: name, help, and the field of `EngineStatus`.
+#: Name, help, and the field of `EngineStatus`.
+GaugeTable = Iterable[tuple[str, str, str]]
 BLOCK_GAUGES = (
     ("dynamo_lite_kv_blocks_free", "KV blocks that a new request may take", "free_blocks"),
     ("dynamo_lite_kv_blocks_total", "KV blocks of the engine", "total_blocks"),
@@ -61,10 +62,8 @@ DECODE_GAUGES = (
 )
 
 
-def status_gauges(
-    registry: CollectorRegistry, table: Iterable[tuple[str, str, str]]
-) -> Callable[[EngineStatus], None]:
-    """Returns what shows an engine's report. table: see `BLOCK_GAUGES`."""
+def status_gauges(registry: CollectorRegistry, table: GaugeTable) -> Callable[[EngineStatus], None]:
+    """Returns what shows an engine's report."""
     gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
 
     def show(status: EngineStatus) -> None:
