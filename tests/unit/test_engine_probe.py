@@ -111,7 +111,7 @@ async def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
     else:
         worker.engine.there = False
     began = loop_time()
-    with pytest.raises(EngineDied, match="has not answered for 30 s"):
+    with pytest.raises(EngineDied, match=r"has not answered for 3[0-4]\.\d s"):
         await worker.task
     assert 30 <= loop_time() - began <= 34
 
@@ -148,7 +148,7 @@ async def test_an_engine_with_work_but_without_steps_is_out_then_given_up(descri
     await worker.stays_ok(200)
     worker.busy = True
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 120 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 12[0-4] s"):
         await worker.task
     assert 120 <= loop_time() - began <= 124
 
@@ -163,7 +163,7 @@ async def test_an_engine_that_compiles_in_its_first_step_is_out_and_not_given_up
     worker.engine.step()
     await worker.until(True, between=(0.0, 1.1))
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 120 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 12[0-4] s"):
         await worker.task
     assert 118 <= loop_time() - began <= 124
 
@@ -177,7 +177,7 @@ async def test_an_engine_that_never_gives_a_token_is_given_up_in_the_end():
         worker.engine.load, worker.engine.stepped_at = EngineLoad(), loop_time()
         await asyncio.sleep(1.0)
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 900 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 90[0-4] s"):
         await worker.task
     assert 895 <= loop_time() - began <= 904
 

@@ -1,14 +1,11 @@
 """Prometheus metrics of the services: requests, the router's choices, engines, the queue."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker
@@ -60,18 +57,6 @@ DECODE_GAUGES = (
         "unusable_writers",
     ),
 )
-
-
-def status_gauges(registry: CollectorRegistry, table: GaugeTable) -> Callable[[EngineStatus], None]:
-    """Returns what shows an engine's report."""
-    gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
-
-    def show(status: EngineStatus) -> None:
-        for field, gauge in gauges.items():
-            value = getattr(status, field)
-            gauge.set(math.nan if value is None else value)
-
-    return show
 
 
 class RequestMetrics(Collector):

@@ -54,7 +54,6 @@ class Frontend:
     def __init__(self, config: Mapping[str, Any] | FrontendConfig):
         self._config = msgspec.convert(config, FrontendConfig)
         self._rust: RustEdge | None = None
-        self._server: HttpServer | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves HTTP without waiting for workers: 503 until one is live.
@@ -74,6 +73,7 @@ class Frontend:
             # Its process has a copy. With this one open, connections would wait here in a drain.
             sock.close()
             host.spawn(app.process.run(url), "vLLM's Rust frontend")
+            self._end = app.process.drain
         else:
             host.progress("loading the tokenizer and the OpenAI app")
             app = python = await self._open_app()
@@ -89,11 +89,7 @@ class Frontend:
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open responses may finish within `grace_s`, then they are
         cancelled."""
-        async with asyncio.TaskGroup() as closing:
-            if self._server is not None:
-                closing.create_task(self._server.stop(grace_s))
-            if self._rust is not None:
-                closing.create_task(self._rust.process.drain(grace_s))
+        await self._end(grace_s)
 
     def health(self) -> dict[str, Any]:
         app, check = self._app, check_workers(self._roster, self._health, self._failover.transport)
@@ -233,7 +229,7 @@ class Frontend:
         server = HttpServer(served, sock, quiet, on_drop=host.drops)
         app.state.server = server
         await server.start()
-        self._server = server
+        self._end = server.stop
         host.stack.push_async_callback(server.stop, 0.0)
         return url_of(sock, tls=app.http.tls is not None)
 
