@@ -1,6 +1,7 @@
 """The Frontend's client of the Router process."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence, Set
 
@@ -23,7 +24,7 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
-#: Before outcomes that could not be published are published again.
+#: How often it is looked whether outcomes can be published again.
 _AGAIN_S = 1.0
 
 
@@ -148,26 +149,22 @@ class RemoteRouter(Picker):
     async def publish_outcomes(self) -> None:
         """Outcomes of one iteration of the event loop are published together. Without them a router
         counts its requests as running, so they are kept while NATS is disconnected."""
+        messaging = self._host.messaging
         while True:
             await self._has_outcomes.wait()
+            if not messaging.connected:
+                await asyncio.sleep(_AGAIN_S)
+                continue
             self._has_outcomes.clear()
             outcomes, self._outcomes = self._outcomes, {}
-            again = False
             for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
                     client=self._host.lease.id, answered=answered, released=released
                 )
                 subject = names.fates_subject(self._host.spec.namespace, router)
-                try:
-                    await self._host.messaging.publish(subject, encode(notice))
-                except Unavailable as exc:
-                    logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
-                    if self._routers.get(router) is not None:
-                        since = self._outcomes_for(router)
-                        since[0][:0], since[1][:0] = answered, released
-                        again = True
-            if again:
-                await asyncio.sleep(_AGAIN_S)
+                # Disconnected in this moment: it is lost, as one that was just sent.
+                with contextlib.suppress(Unavailable):
+                    await messaging.publish(subject, encode(notice))
 
 
 def _now() -> float:
