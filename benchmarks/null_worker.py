@@ -7,14 +7,13 @@ VllmWorker, whose engine steps at a pace; the BusyWorker's steps follow one anot
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.services import FRONTEND, Service
 from tests.null_engine import NullEngine
 
@@ -32,13 +31,11 @@ class NullWorkerConfig:
 class NullWorker:
     """Component. config: the fields of `NullWorkerConfig`."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+    def __init__(self, config: Mapping[str, Any]):
         self._step_s = msgspec.convert(config, NullWorkerConfig).step_s
-        self._spec = spec
-        self._stack = AsyncExitStack()
 
     async def start(self, host: Host) -> dict[str, Any]:
-        enter = self._stack.enter_async_context
+        enter = host.stack.enter_async_context
         engine = await enter(NullEngine(token_id=TOKEN_ID))
         server = await enter(GenerateServer(engine))
         host.spawn(self._deliver(engine, server), "engine-steps")
@@ -53,9 +50,6 @@ class NullWorker:
 
     async def drain(self, grace_s: float) -> None:
         """Nothing to wait for."""
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         return {"ok": True}

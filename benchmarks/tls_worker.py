@@ -15,7 +15,7 @@ import msgspec
 from benchmarks.null_worker import BUSY_WORKER, TOKEN_ID
 from dynamo_lite.disagg.engine import DecodeEngine
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
 from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
@@ -41,8 +41,7 @@ class _PacedEngine(NullEngine):
 
 
 class _NullBackend(VllmBackend):
-    def __init__(self, spec: ProcessSpec, step_s: float):
-        super().__init__(spec)
+    def __init__(self, step_s: float):
         self._step_s = step_s
 
     async def prepare(self) -> None:
@@ -57,9 +56,9 @@ class _NullBackend(VllmBackend):
 class TlsWorker(VllmWorker):
     """Component. config: the fields of `TlsWorkerConfig`."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+    def __init__(self, config: Mapping[str, Any]):
         own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, _NullBackend(spec, config["step_s"]))
+        super().__init__(own, _NullBackend(config["step_s"]))
 
 
 def _worker(name: str) -> Service:

@@ -5,7 +5,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, WritingAttempt
@@ -23,7 +26,9 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
 )
 from dynamo_lite.runtime.claim_cells import Cell
+from dynamo_lite.runtime.drops import uncounted
 from dynamo_lite.runtime.members.roster import Members, Roster
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 
@@ -117,6 +122,17 @@ def process_spec(component: str, **changes: Any) -> ProcessSpec:
         "state_dir": "",
     }
     return ProcessSpec(component=component, **(fields | changes))
+
+
+def fake_host(messaging: Messaging, namespace: str, lease_id: int) -> Any:
+    """Of a Frontend, for its `RemoteRouter`."""
+    return SimpleNamespace(
+        spec=process_spec("Frontend", namespace=namespace),
+        messaging=messaging,
+        lease=SimpleNamespace(id=lease_id),
+        registry=CollectorRegistry(),
+        drops=uncounted,
+    )
 
 
 def rank_metadata() -> RankMetadata:

@@ -97,19 +97,19 @@ class Cluster:
         environment = ProcessEnvironment()
         if store is not None:
             environment = ProcessEnvironment(open_store=lambda _: nullcontext(store))
-        return self._run(spec, JoinedEngine(joining, spec), environment)
+        return self._run(spec, JoinedEngine(joining), environment)
 
     async def forwarder(self, **config: Any) -> Running:
         """Its `ready` has the URL."""
         spec = self._spec("Forwarder", nats_url=self.nats_url, etcd_url=self.etcd_url)
-        running = self._run(spec, Forwarder({"port": 0, "health_interval_s": 0.05, **config}, spec))
+        running = self._run(spec, Forwarder({"port": 0, "health_interval_s": 0.05, **config}))
         running.ready = await running.until("ready")
         return running
 
     async def failing_forwarder(self, **config: Any) -> str:
         """Why it did not start."""
         spec = self._spec("Forwarder", nats_url=self.nats_url, etcd_url=self.etcd_url)
-        running = self._run(spec, Forwarder({"port": 0, **config}, spec))
+        running = self._run(spec, Forwarder({"port": 0, **config}))
         async with asyncio.timeout(PATIENCE_S):
             while (report := await running.reports.get())["state"] != "failed":
                 assert report["state"] != "ready"

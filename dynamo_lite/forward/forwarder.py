@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from dynamo_lite.runtime.address import advertised_address, host_port, local_url
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
 
@@ -103,29 +102,28 @@ def discover(roster: Roster, parts: ForwardParts) -> None:
 class Forwarder:
     """The component. config: the fields of `ForwarderConfig`."""
 
-    def __init__(self, config: Mapping[str, Any] | ForwarderConfig, spec: ProcessSpec):
+    def __init__(self, config: Mapping[str, Any] | ForwarderConfig):
         self._config = msgspec.convert(config, ForwarderConfig)
-        self._spec = spec
-        self._stack = AsyncExitStack()
         self._parts = ForwardParts(self._config)
         self._server: ForwardServer | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves HTTP without waiting for engines: 503 until one of them is healthy."""
-        config, parts, enter = self._config, self._parts, self._stack.enter_async_context
-        sock = bind(config.host, config.port, shared=self._spec.instances > 1)
-        self._stack.callback(sock.close)
+        self._host = host
+        config, parts, enter = self._config, self._parts, host.stack.enter_async_context
+        sock = bind(config.host, config.port, shared=host.spec.instances > 1)
+        host.stack.callback(sock.close)
         port = sock.getsockname()[1]
         await enter(parts.upstream)
         await enter(parts.engines)
         if config.discovers:
             trust(config.joined_ca_file)  # a mistake in it ends the start
-            prefix = names.components_prefix(self._spec.namespace)
+            prefix = names.components_prefix(host.spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
             discover(roster, parts)
         forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
-        subject = names.forward_explain_subject(self._spec.namespace, host.lease.id)
+        subject = names.forward_explain_subject(host.spec.namespace, host.lease.id)
 
         async def explain(payload: bytes) -> bytes:
             return forwarding.decisions.answer(payload, host.lease.id)
@@ -144,16 +142,13 @@ class Forwarder:
             forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
         )
         await server.start()
-        self._stack.push_async_callback(server.stop, 0.0)
+        host.stack.push_async_callback(server.stop, 0.0)
         return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""
         if self._server is not None:
             await self._server.stop(grace_s)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         engines, facts = self._parts.engines, self._parts.facts()
@@ -170,7 +165,7 @@ class Forwarder:
         found = [f"{e.name}: {e.trouble}" for e in engines.all if e.decodes]
         found += engines.unused.values()
         if not found and self._config.discovers:
-            namespace = self._spec.namespace
+            namespace = self._host.spec.namespace
             return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
 

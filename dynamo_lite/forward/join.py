@@ -8,7 +8,6 @@ import asyncio
 import logging
 import logging.config
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +64,8 @@ class JoinOptions(EngineOptions):
 class JoinedEngine:
     """The component."""
 
-    def __init__(self, options: JoinOptions, spec: ProcessSpec):
+    def __init__(self, options: JoinOptions):
         self._options = options
-        self._spec = spec
-        self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
         protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
         self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
@@ -81,7 +78,7 @@ class JoinedEngine:
     async def start(self, host: Host) -> dict[str, Any]:
         """Returns when the engine is healthy and registered."""
         self._host = host
-        await self._stack.enter_async_context(self._upstream)
+        await host.stack.enter_async_context(self._upstream)
         told = ""
         while not await self._check():
             if told != self._engine.trouble:
@@ -105,9 +102,6 @@ class JoinedEngine:
             load = self._engines.load(self._engine.number)
             left = "an unknown number of" if load is None else load.running + load.waiting
             logger.warning("the engine has %s requests after %g s", left, grace_s)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         engine, load = self._engine, self._engines.load(self._engine.number)
@@ -189,7 +183,7 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
     process would register the engine again."""
     expired = False
     while True:
-        code = await run_process(spec, JoinedEngine(options, spec), report)
+        code = await run_process(spec, JoinedEngine(options), report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code

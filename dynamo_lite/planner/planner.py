@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from dynamo_lite.protocol.planner import RoleCounts, WantedRecord, WantedWorkers
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.overview.observer import Observer
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +76,11 @@ class Planner:
     """Component. config: the fields of `PlannerConfig`. connector: None takes the configured."""
 
     def __init__(
-        self,
-        config: Mapping[str, Any] | PlannerConfig,
-        spec: ProcessSpec,
-        connector: Connector | None = None,
+        self, config: Mapping[str, Any] | PlannerConfig, connector: Connector | None = None
     ):
         self._config = msgspec.convert(config, PlannerConfig)
-        self._spec = spec
         self._given = connector
         self._limits = subset(PlannerOptions, self._config)
-        self._stack = AsyncExitStack()
         self._memory = PlannerMemory()
         self._proposal = Proposal()
         #: Why nothing may be done; empty if it may.
@@ -98,7 +92,7 @@ class Planner:
         """Registered last."""
         self._host = host
         self._metrics = PlannerMetrics(host.registry)
-        enter = self._stack.enter_async_context
+        enter = host.stack.enter_async_context
         self._connector = self._given or self._open_connector()
         await enter(host.live_options(self._config, self._apply))
         store, clock = host.store, host.clock
@@ -113,9 +107,6 @@ class Planner:
 
     async def drain(self, grace_s: float) -> None:
         """What it has begun needs no planner."""
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
         return {
@@ -141,7 +132,7 @@ class Planner:
     def _open_connector(self) -> Connector:
         options = self._config.kubernetes
         if not options.workloads:
-            return LocalConnector(Path(self._spec.state_dir))
+            return LocalConnector(Path(self._host.spec.state_dir))
         api = KubernetesApi(options.url, Path(options.service_account))
         return KubernetesConnector(api, options)
 

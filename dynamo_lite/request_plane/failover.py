@@ -28,7 +28,7 @@ from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import MakeTransport
 from dynamo_lite.request_plane.migrating_request import MigratingRequest, MigrationPlan
 from dynamo_lite.routing.pickers import Picker, Selection
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.tasks import OwnedTasks, all_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ MAX_REQUEST_ID = 240
 MAX_MOVES = 3
 #: Pauses between two rounds over the workers; each is twice the one before.
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 1.0
 
 #: Takes the id of a request that gets no further delta, and the error that ended it.
 OnEnded = Callable[[str, DynamoLiteError], None]
@@ -61,7 +61,6 @@ class FailoverClient:
     """Async context manager; leaving it drops the running requests, without `on_ended`.
 
     make_transport: makes the connections to the workers, which live as long as this context.
-    members: returns the workers that may be picked.
     on_deltas: takes deltas under the requests' own ids.
     on_ended: see OnEnded; it may call `abort`.
     move_wait_s: how long a request that lost its worker waits for another one.
@@ -71,7 +70,6 @@ class FailoverClient:
         self,
         make_transport: MakeTransport,
         *,
-        members: Callable[[], Sequence[EndpointRecord]],
         picker: Picker,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
@@ -81,7 +79,9 @@ class FailoverClient:
         self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
         self._on_ended = on_ended
-        self._members = members
+        #: The workers that may be picked.
+        self.members: Sequence[EndpointRecord] = ()
+        self._members_changed = asyncio.Event()
         self._picker = picker
         self._move_wait_s = move_wait_s
         self._flights: dict[str, MigratingRequest] = {}
@@ -114,6 +114,12 @@ class FailoverClient:
             await self._tasks.end()
         finally:
             await self.transport.__aexit__()
+
+    def set_members(self, members: Sequence[EndpointRecord]) -> None:
+        """A worker has joined, left, or is healthy again: requests that wait for one try again."""
+        self.members = members
+        self._members_changed.set()
+        self._members_changed = asyncio.Event()
 
     async def submit(self, request: GenerateRequest, *, movable: MigrationPlan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.
@@ -181,7 +187,7 @@ class FailoverClient:
             left_s = until - loop.time()
             if left_s <= 0:
                 raise failure
-            await asyncio.sleep(min(left_s, pause_s))
+            await all_of([self._members_changed], min(left_s, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _try_members(self, flight: MigratingRequest) -> DynamoLiteError | None:
@@ -223,7 +229,7 @@ class FailoverClient:
     async def _choose(self, flight: MigratingRequest, tried: set[int]) -> Selection | None:
         """Chooses a worker that was not tried yet; the one that it has just lost only if there is
         no other. None: all were tried, or it has ended meanwhile."""
-        members = self._members()
+        members = self.members
         left = {member.lease_id for member in members} - tried
         if flight.over or not left:
             return None

@@ -41,7 +41,7 @@ def main(path: str, descriptor: int) -> int:
     logging.config.dictConfig(plan.logging)
     module, _, name = plan.component.partition(":")
     try:
-        component = getattr(importlib.import_module(module), name)(plan.spec.config, plan.spec)
+        component = getattr(importlib.import_module(module), name)(plan.spec.config)
     except Exception as exc:
         logging.getLogger(__name__).exception("cannot create %s", plan.component)
         report({"state": "failed", "error": f"{plan.component}: {exc}"})

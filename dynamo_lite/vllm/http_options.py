@@ -3,21 +3,19 @@
 vLLM passes them to uvicorn; here the Frontend's own server uses them.
 """
 
-import logging
 import ssl
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.tls import load_pair, read_file
+from dynamo_lite.runtime.tls import Reread, TlsFiles, load_pair, read_file
 
 #: vLLM's default, and ours: a stranger's head is kept, and copied with each piece that arrives.
 _VLLMS_HEAD_BYTES, _HEAD_BYTES = 4 << 20, 64 << 10
-#: Of a path and query, in the access log.
-_LOGGED_CHARS = 1024
 
 TLS_KEYS = (
     *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
@@ -40,28 +38,31 @@ class TlsOptions:
     #: Whether files are read again when they change.
     refresh: bool = False
 
-    def context(self) -> ssl.SSLContext:
-        """Raises StartupError if files are missing or do not match."""
+    def contexts(self) -> Callable[[], ssl.SSLContext]:
+        """Returns what gives the context of a new connection. Raises StartupError if files are
+        missing or do not match."""
+        cert, key = Path(self.certfile), Path(self.keyfile or self.certfile)
+        files = TlsFiles(Path(self.ca_certs) if self.ca_certs else None, cert, key)
+        try:
+            return Reread(files if self.refresh else None, partial(self._context, files)).current
+        except (ConfigError, OSError) as exc:
+            raise StartupError(f"TLS of the HTTP server: {exc}") from exc
+
+    def _context(self, files: TlsFiles) -> ssl.SSLContext:
+        """Raises ConfigError or OSError."""
+        assert files.cert is not None and files.key is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2  # some builds of Python have none
-        try:
-            self.load(context)
-            if self.ciphers:
-                context.set_ciphers(self.ciphers)
-            context.verify_mode = ssl.VerifyMode(self.cert_reqs)
-        except (ConfigError, OSError, ValueError) as exc:
-            raise StartupError(f"TLS of the HTTP server: {exc}") from exc
-        return context
-
-    def load(self, context: ssl.SSLContext) -> None:
-        """Reads the files. Raises ConfigError, OSError or ValueError."""
-        cert, key = Path(self.certfile), Path(self.keyfile or self.certfile)
-        names = "ssl-certfile", "ssl-keyfile"
-        for name, path in (*zip(names, (cert, key), strict=True), ("ssl-ca-certs", self.ca_certs)):
+        names = "ssl-certfile", "ssl-keyfile", "ssl-ca-certs"
+        for name, path in zip(names, (files.cert, files.key, files.ca), strict=True):
             read_file(name, path)
-        load_pair(context, cert, key, *names)
-        if self.ca_certs:
-            context.load_verify_locations(self.ca_certs)
+        load_pair(context, files.cert, files.key, *names[:2])
+        if files.ca is not None:
+            context.load_verify_locations(files.ca)
+        if self.ciphers:
+            context.set_ciphers(self.ciphers)
+        context.verify_mode = ssl.VerifyMode(self.cert_reqs)
+        return context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +119,3 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
         ciphers=flags.get("ssl-ciphers") or None,
         refresh=bool(flags.get("enable-ssl-refresh")),
     )
-
-
-class QuietPaths(logging.Filter):
-    """For the logger `uvicorn.access`: the third argument of its records is the path and query,
-    which is cut if it is long."""
-
-    def __init__(self, paths: frozenset[str]):
-        super().__init__()
-        self._paths = paths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        args = record.args
-        if not isinstance(args, tuple) or len(args) <= 2:
-            return True
-        path = str(args[2])
-        # A stranger's may have 64 KiB.
-        record.args = (*args[:2], path[:_LOGGED_CHARS], *args[3:])
-        return path.partition("?")[0] not in self._paths

@@ -172,7 +172,7 @@ class Bench:
             lease_ttl_s=10.0,
             grace_s=1.0,
         )
-        planner = self.latest = Planner(config, spec, connector or self.supervisor)
+        planner = self.latest = Planner(config, connector or self.supervisor)
         reports: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         task = asyncio.create_task(run_process(spec, planner, reports.put_nowait))
         try:

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
@@ -19,12 +18,14 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.frontend import router_client
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from dynamo_lite.serve.services.router import Router
 from tests.builders import (
     endpoint_record,
     eventually,
+    fake_host,
     generate_request,
     loop_time,
     members_when,
@@ -46,21 +47,17 @@ class Cluster:
     def __init__(self, messaging: Messaging, namespace: str):
         self.messaging, self.namespace = messaging, namespace
         self.store = MemoryStore()
-        self.registry = CollectorRegistry()
         self.routers = Roster(self.store, names.endpoint_prefix(namespace, "Router", "pick"))
         self.roster = Roster(self.store, names.endpoint_prefix(namespace, COMPONENT, "generate"))
         self.workers = [Worker(messaging, self.store, namespace, n) for n in (1, 2)]
-        self.remote = RemoteRouter(
-            messaging,
-            self.routers,
-            namespace=namespace,
-            lease_id=FRONTEND,
-            registry=self.registry,
-        )
+        host = fake_host(messaging, namespace, FRONTEND)
+        self.registry = host.registry
+        self.remote = RemoteRouter(host, self.routers)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        parts = (self.store, *self.workers, self.routers, self.roster, self.remote)
+        outcomes = running(self.remote.publish_outcomes(), name="outcomes")
+        parts = (self.store, *self.workers, self.routers, self.roster, outcomes)
         for part in parts:
             await self._stack.enter_async_context(part)
         frontend = endpoint_record(FRONTEND, "Frontend", "http", namespace=self.namespace)
@@ -84,7 +81,7 @@ class Cluster:
             state_dir="/nowhere",
             watch_component=COMPONENT,
         )
-        router = Router({"kv_router": {"kv_weight": 100.0}}, spec)
+        router = Router({"kv_router": {"kv_weight": 100.0}})
         around = ProcessEnvironment(
             open_store=lambda _: contextlib.nullcontext(self.store),
             open_messaging=lambda *_: contextlib.nullcontext(self.messaging),

@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo_lite.disagg.engine import DecodeEngine
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import VllmWorkerConfig
 from dynamo_lite.serve.services.decode_worker import VllmWorker
 from dynamo_lite.serve.services.services import FRONTEND, Graph, Service
@@ -61,8 +61,7 @@ class PacedEngine(NullEngine):
 
 
 class NullBackend(VllmBackend):
-    def __init__(self, spec: ProcessSpec, step_s: float):
-        super().__init__(spec)
+    def __init__(self, step_s: float):
         self._step_s = step_s
 
     async def prepare(self) -> None: ...
@@ -76,9 +75,9 @@ class NullBackend(VllmBackend):
 class NullWorker(VllmWorker):
     """Component. config: the fields of `NullWorkerConfig`."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+    def __init__(self, config: Mapping[str, Any]):
         own = {key: value for key, value in config.items() if key != "step_s"}
-        super().__init__(own, spec, NullBackend(spec, config["step_s"]))
+        super().__init__(own, NullBackend(config["step_s"]))
 
 
 _WORKER = Service(

@@ -1,7 +1,6 @@
 """A graph with a planner and workers that only report a load, which they read from a file."""
 
 import json
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,31 +24,27 @@ class LoadedConfig:
 
 
 class LoadedWorker:
-    def __init__(self, config: dict[str, Any], spec: Any):
-        self._config, self._spec = config, spec
-        self._stack = AsyncExitStack()
+    def __init__(self, config: dict[str, Any]):
+        self._config = config
         self._roster: Roster | None = None
         self._host: Host | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
-        decodes = self._spec.component == "VllmWorker"
+        decodes = host.spec.component == "VllmWorker"
         endpoint = "generate" if decodes else "prefill"
-        prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, endpoint)
-        self._roster = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        prefix = names.endpoint_prefix(host.spec.namespace, host.spec.component, endpoint)
+        self._roster = await host.stack.enter_async_context(Roster(host.store, prefix, host.drops))
         await host.register(endpoint)
         if decodes:
-            prefix = names.endpoint_prefix(self._spec.namespace, "PrefillWorker", "prefill")
+            prefix = names.endpoint_prefix(host.spec.namespace, "PrefillWorker", "prefill")
             roster = Roster(host.store, prefix, host.drops)
-            self._prefill = await self._stack.enter_async_context(roster)
+            self._prefill = await host.stack.enter_async_context(roster)
             host.spawn(report_prefills(host, self._period), "prefill-reports")
         return {}
 
     async def drain(self, grace_s: float) -> None:
         pass
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         """Its share of the load."""

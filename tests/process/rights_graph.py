@@ -12,7 +12,7 @@ from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell, ClaimCells
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.prefill_worker import PrefillWorker
 from dynamo_lite.serve.services.services import FRONTEND, PLANNER, ROUTER, Graph, Service
@@ -67,8 +67,8 @@ class NullPrefillBackend(VllmBackend):
 class NullPrefillWorker(PrefillWorker):
     """Component."""
 
-    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
-        super().__init__(config, spec, NullPrefillBackend(spec))
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config, NullPrefillBackend())
 
 
 [_DECODE] = null_graph.Worker.services

@@ -20,18 +20,17 @@ class StandInConfig:
 
 
 class StandIn:
-    def __init__(self, config: dict[str, Any], spec: Any):
-        self._file = Path(config["facts"]) / f"{spec.instance}.json"
+    def __init__(self, config: dict[str, Any]):
+        self._facts_of = Path(config["facts"])
 
     async def start(self, host: Any) -> dict[str, Any]:
+        self._file = self._facts_of / f"{host.spec.instance}.json"
         await host.register("prefill")
         return {}
 
     async def drain(self, grace_s: float) -> None:
         while self._facts().get("jobs"):
             await asyncio.sleep(0.02)
-
-    async def close(self) -> None: ...
 
     def health(self) -> Mapping[str, Any]:
         return {"ok": True, **self._facts()}

@@ -34,9 +34,8 @@ class StubConfig:
 
 
 class StubComponent:
-    def __init__(self, config: dict[str, Any], spec: Any):
+    def __init__(self, config: dict[str, Any]):
         self._config = config
-        self._spec = spec
         self._child: subprocess.Popen[bytes] | None = None
 
     async def start(self, host: Any) -> dict[str, Any]:
@@ -50,10 +49,11 @@ class StubComponent:
             self._child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"])
         if self._config["linger"]:
             asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        host.stack.push_async_callback(self._closed, host.spec.component)
         host.progress("stubbing")
         await _file(self._config["ready"])
         await host.register("generate")
-        return {"url": "http://127.0.0.1:1", "model": "stub"} if self._spec.watch_component else {}
+        return {"url": "http://127.0.0.1:1", "model": "stub"} if host.spec.watch_component else {}
 
     async def drain(self, grace_s: float) -> None:
         release = self._config["release"]
@@ -61,9 +61,9 @@ class StubComponent:
             print(f"drain began pid={os.getpid()}", flush=True)
             await _file(release)
 
-    async def close(self) -> None:
+    async def _closed(self, name: str) -> None:
         await _file(self._config["closed"])
-        print(f"closed {self._spec.component}", flush=True)
+        print(f"closed {name}", flush=True)
 
     def health(self) -> dict[str, Any]:
         return {"ok": True}

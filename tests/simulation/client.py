@@ -9,7 +9,6 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,9 +24,9 @@ from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.services.frontend.dispatcher import rotate
+from dynamo_lite.serve.services.frontend.workers import rotate
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.engine.model import (
@@ -70,9 +69,8 @@ class Story:
 class SimFrontend:
     """Component. on_story: called with each request at its start."""
 
-    def __init__(self, spec: ProcessSpec, on_story: Callable[[Story], None], shipped: Shipped):
-        self._spec, self._on_story, self._shipped = spec, on_story, shipped
-        self._stack = AsyncExitStack()
+    def __init__(self, on_story: Callable[[Story], None], shipped: Shipped):
+        self._on_story, self._shipped = on_story, shipped
         self._open: dict[str, Story] = {}
         #: Not OwnedTasks, which log a failure: the loop must hear of it, so that the run fails.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,8 +78,8 @@ class SimFrontend:
         self.client: FailoverClient | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
-        namespace, workers = self._spec.namespace, self._spec.watch_component
-        enter = self._stack.enter_async_context
+        namespace, workers = host.spec.namespace, host.spec.watch_component
+        enter = host.stack.enter_async_context
         prefix = names.endpoint_prefix(namespace, workers, "generate")
         roster = await enter(Roster(host.store, prefix))
         health = await enter(
@@ -95,13 +93,13 @@ class SimFrontend:
                     ),
                     host.messaging,
                 ),
-                members=lambda: health.responsive or roster.members,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,
             )
         )
-        await rotate(self._stack, roster, health, client.transport)
+        await rotate(host.stack, roster, health, client.transport, client.set_members)
+        host.stack.push_async_callback(self._close)
         await host.register("http")
         self._accepting = True
         return {}
@@ -111,10 +109,9 @@ class SimFrontend:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         self._accepting = False
         await end_tasks(*self._tasks)
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         return {"ok": self._accepting}

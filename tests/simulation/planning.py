@@ -65,7 +65,7 @@ class Planning:
         config = asdict(scenario.options) | {"dry_run": scenario.is_dry(spec.instance)}
         name = f"planner-{spec.instance}"
         pods = SimPods(self.supervisor, self._network, name) if scenario.pods else None
-        return self._world.shipped.planner(config, spec, pods)
+        return self._world.shipped.planner(config, pods)
 
     def worker(self, slot: Slot, component: Component) -> Component:
         """The component as it starts and ends in this scenario."""
@@ -79,13 +79,14 @@ class Planning:
                 return component
         if self._scenario.pods:
             # Like one with an engine that ends slowly.
-            takes_s, close = self._rng.choice((0.0, 0.5, 3.0)), component.close
+            takes_s, start = self._rng.choice((0.0, 0.5, 3.0)), component.start
 
-            async def close_slowly() -> None:
-                await asyncio.sleep(takes_s)
-                await close()
+            async def start_to_close_slowly(host: Host) -> Any:
+                facts = await start(host)
+                host.stack.push_async_callback(asyncio.sleep, takes_s)
+                return facts
 
-            component.close = close_slowly
+            component.start = start_to_close_slowly
         return component
 
     def unsettled(self) -> str | None:

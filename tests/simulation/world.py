@@ -196,15 +196,15 @@ class World:
         if self.planning is not None and kind == "planner":
             return self.planning.planner(spec)
         if kind == "client":
-            client = SimFrontend(spec, self._on_story(slot.name), self.shipped)
+            client = SimFrontend(self._on_story(slot.name), self.shipped)
             self.clients[slot.name] = client
             return client
         parts = SimParts(self, slot, process, self.loop.stream(f"{process}"))
         if kind == "prefill":
             options = prefill_options(self.scenario)
-            worker = self.prefill[slot.name] = self.shipped.prefill_worker(options, spec, parts)
+            worker = self.prefill[slot.name] = self.shipped.prefill_worker(options, parts)
             return worker
-        return VllmWorker(decode_options(self.scenario), spec, parts)
+        return VllmWorker(decode_options(self.scenario), parts)
 
     def _on_story(self, name: str) -> Any:
         def on_story(story: Story) -> None:

@@ -173,6 +173,11 @@ class FakeWorkers:
 
     def start(self, lease_id: int) -> None:
         self.workers[lease_id] = Worker(lease_id)
+        self.changed()
+
+    def changed(self) -> None:
+        assert self.client is not None
+        self.client.set_members(self.members())
 
     def running(self) -> dict[int, list[str]]:
         return {i: list(worker.running) for i, worker in self.workers.items() if worker.running}
@@ -203,12 +208,12 @@ async def cluster(
     async with FakeWorkers(workers) as fake:
         fake.client = client = FailoverClient(
             fake.connected,
-            members=fake.members,
             picker=RoundRobin(),
             on_deltas=fake.on_deltas,
             on_ended=fake.on_ended,
             **options,
         )
+        fake.changed()
         async with client:
             yield fake, client
 

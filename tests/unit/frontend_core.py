@@ -20,6 +20,7 @@ class RecordingFailover:
     """refusal: what `submit` raises, unless it is None."""
 
     def __init__(self) -> None:
+        self.members: list[EndpointRecord] = [endpoint_record()]
         self.submitted: list[GenerateRequest] = []
         self.plans: list[MigrationPlan] = []
         self.aborted: list[str] = []
@@ -47,10 +48,8 @@ class CoreScene:
         limits = AdmissionOptions(max_in_flight_requests=in_flight, max_queued_tokens=10**6)
         self.admission = Admission(limits)
         self.refused: Counter[str] = Counter()
-        self.members: list[EndpointRecord] = [endpoint_record()]
         self.intake = Intake(
             cast("FailoverClient", self.failover),
-            members=lambda: self.members,
             admission=self.admission,
             refused=self.refused,
             tracer=tracer,

@@ -28,6 +28,7 @@ class Worker:
     async def start(self, host: Host) -> dict[str, Any]:
         self.calls.append("start")
         self.host = host
+        host.stack.push_async_callback(self._close)
         if self.on_start:
             await self.on_start(host)
         await host.register("generate", stream="127.0.0.1:9", model="m")
@@ -38,7 +39,7 @@ class Worker:
         if self.on_drain:
             await self.on_drain()
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         self.calls.append("close")
         if self.on_close:
             await self.on_close()

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,8 +109,8 @@ def test_a_worker_and_the_last_one_of_its_number_share_no_file(
 ):
     """The last one drains after the death of its supervisor. What dead ones have left is removed,
     but not of another number."""
-    host: Any = None
-    backend = VllmBackend(Run(state_dir=str(tmp_path)).spec)
+    host: Any = SimpleNamespace(spec=Run(state_dir=str(tmp_path)).spec)
+    backend = VllmBackend()
     dead = subprocess.Popen("true")
     dead.wait()
     (tmp_path / "run").mkdir()

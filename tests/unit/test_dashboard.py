@@ -14,6 +14,7 @@ from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
+from dynamo_lite.serve.services.frontend.http_entry import OwnPages
 from dynamo_lite.vllm.http_options import HttpOptions
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -61,12 +62,11 @@ async def serving(*, any_name: bool = False, period_s: float = 60.0):
     counting = Counting()
     sock = bind("127.0.0.1", 0)
     dashboard = Dashboard(
-        vllm_app,
         counting,  # pyright: ignore[reportArgumentType]
         any_name=any_name,
         period_s=period_s,
     )
-    server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
+    server = HttpServer(OwnPages(vllm_app, dashboard.pages), sock, HttpOptions(access_log=False))
     await server.start()
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
@@ -98,7 +98,7 @@ async def test_the_page_and_its_files_stand_alone():
     [
         ("/dashboard/", {}, 200),
         ("/dashboard/../secret", {}, 418),
-        ("/dashboard/static/dashboard.js", {}, 404),
+        ("/dashboard/static/dashboard.js", {}, 418),
         ("/dashboards", {}, 418),
         ("/v1/models", {"host": "evil.example"}, 418),
         ("/dashboard", {"host": "evil.example"}, 421),

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.engine import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.serve.services.engine_probe import EngineProbe
 from tests.builders import engine_metadata, loop_time
 from tests.twins.servers import MemoryMessaging
@@ -44,7 +46,8 @@ class Engine:
 
 
 def host_of(messaging: MemoryMessaging, now: Callable[[], float]) -> Any:
-    return SimpleNamespace(messaging=messaging, clock=Clock(monotonic=now))
+    registry = CollectorRegistry()
+    return SimpleNamespace(messaging=messaging, clock=Clock(monotonic=now), registry=registry)
 
 
 class Worker:
@@ -80,10 +83,8 @@ class Worker:
             await asyncio.sleep(1.0)
 
     async def close(self) -> None:
-        self.probe.closing = True
-        self.engine.answers.set()
         async with asyncio.timeout(5):
-            await self.task
+            await end_tasks(self.task)
 
 
 @virtual
@@ -110,7 +111,7 @@ async def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
     else:
         worker.engine.there = False
     began = loop_time()
-    with pytest.raises(EngineDied, match="has not answered for 30 s"):
+    with pytest.raises(EngineDied, match=r"has not answered for 3[0-4]\.\d s"):
         await worker.task
     assert 30 <= loop_time() - began <= 34
 
@@ -147,7 +148,7 @@ async def test_an_engine_with_work_but_without_steps_is_out_then_given_up(descri
     await worker.stays_ok(200)
     worker.busy = True
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 120 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 12[0-4] s"):
         await worker.task
     assert 120 <= loop_time() - began <= 124
 
@@ -162,7 +163,7 @@ async def test_an_engine_that_compiles_in_its_first_step_is_out_and_not_given_up
     worker.engine.step()
     await worker.until(True, between=(0.0, 1.1))
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 120 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 12[0-4] s"):
         await worker.task
     assert 118 <= loop_time() - began <= 124
 
@@ -176,7 +177,7 @@ async def test_an_engine_that_never_gives_a_token_is_given_up_in_the_end():
         worker.engine.load, worker.engine.stepped_at = EngineLoad(), loop_time()
         await asyncio.sleep(1.0)
     began = loop_time()
-    with pytest.raises(EngineDied, match="made no step for 900 s"):
+    with pytest.raises(EngineDied, match=r"made no step for 90[0-4] s"):
         await worker.task
     assert 895 <= loop_time() - began <= 904
 
@@ -215,15 +216,4 @@ async def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
     engine.stepped_at += held_up_s
     await asyncio.sleep(5.0)
     assert probe.verdict() == (True, "")
-    probe.closing = True
-    await task
-
-
-@virtual
-async def test_an_engine_that_is_being_closed_is_not_missed():
-    worker = Worker(Engine())
-    await worker.stays_ok(3)
-    worker.engine.there = False
-    worker.probe.closing = True
-    async with asyncio.timeout(5):
-        await worker.task
+    await end_tasks(task)

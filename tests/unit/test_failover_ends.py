@@ -45,7 +45,7 @@ async def test_what_no_worker_would_take_is_asked_once():
         with pytest.raises(Refused, match="too long"):
             await client.submit(A, movable=CONTINUE)
         assert fake.workers[2].asked == []
-        fake.workers[1].listed = fake.workers[2].listed = False
+        client.set_members(())
         with pytest.raises(NoWorkers):
             await client.submit(A, movable=CONTINUE)
         with pytest.raises(Refused, match="240"):

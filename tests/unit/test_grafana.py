@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.disagg.counters import RemotePrefillMetrics
 from dynamo_lite.planner.planner import PlannerMetrics
@@ -21,7 +21,6 @@ from dynamo_lite.serve.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,
     RouterMetrics,
-    status_gauges,
 )
 from tests.builders import process_spec
 from tests.unit.prefill_rig import Rig
@@ -60,7 +59,8 @@ def registries() -> Iterator[CollectorRegistry]:
     frontend.register(RouterMetrics(picker))
     add_metrics(frontend, spec, process, process)
     RemotePrefillMetrics(decode)
-    status_gauges(decode, DECODE_GAUGES)
+    for name, text, _ in DECODE_GAUGES:
+        Gauge(name, text, registry=decode)
     PlannerMetrics(planner)
     return iter((frontend, decode, planner, Rig().registry))
 

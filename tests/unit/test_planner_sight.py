@@ -15,7 +15,7 @@ from dynamo_lite.protocol.planner import RoleCounts, WantedRecord
 from dynamo_lite.runtime.overview.metrics import Samples
 from dynamo_lite.runtime.overview.model import Decisions, Latency, LiveProcess, Overview, Tokens
 from dynamo_lite.runtime.overview.observer import Observer
-from tests.builders import endpoint_record, process_spec
+from tests.builders import endpoint_record
 from tests.contract.planning import D, FakeSupervisor, P
 from tests.twins.servers import MemoryStore
 
@@ -151,7 +151,7 @@ async def test_rates_are_of_what_got_blocks_and_unknown_at_the_first_look(graph:
 
 def planner_of(serving: int = 0, *, owns: bool = False) -> Planner:
     """serving: decode workers. owns: they are not another supervisor's."""
-    planner = Planner({}, process_spec("Planner"), FakeSupervisor())
+    planner = Planner({}, FakeSupervisor())
     found: Any = planner
     found._records = SimpleNamespace(wanted=WantedRecord(), why_not="")
     found._connector = SimpleNamespace(owns=lambda worker: owns)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +13,7 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.prefill import (
     Claim,
 )
-from dynamo_lite.serve.services.prefill_worker import PrefillWorker
-from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job, process_spec
+from tests.builders import ENGINE, NAMESPACE, eventually, prefill_job
 from tests.unit.prefill_rig import LEASE, POOL, Rig, ScriptedLinks, working
 from tests.unit.virtual import virtual
 
@@ -247,12 +246,11 @@ async def test_a_worker_that_closes_without_a_drain_stops_its_jobs_before_its_qu
     """As after a start that was interrupted. A stopped queue answers a pull at once: a loop that
     went on pulling would not let the event loop run."""
     async with working() as rig:
-        worker = PrefillWorker({}, process_spec("PrefillWorker"))
-        worker._stack.push_async_callback(rig.queue.stop_pulling)
-        worker._stack.callback(lambda: closing.append(rig.jobs._leaving.is_set()))
-        worker._stack.push_async_callback(rig.jobs.stop)
         closing: list[bool] = []
-        await worker.close()
+        async with AsyncExitStack() as stack:  # of the host
+            stack.push_async_callback(rig.queue.stop_pulling)
+            stack.callback(lambda: closing.append(rig.jobs._leaving.is_set()))
+            stack.push_async_callback(rig.jobs.stop)
         assert closing == [True]
         _, left = await asyncio.wait(rig.tasks, timeout=5)
         assert not left

@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from dynamo_lite.runtime.process.readiness import liveness, readiness
-from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck
-from dynamo_lite.serve.services.frontend.frontend import Frontend
-from dynamo_lite.serve.services.frontend.http import Probed
-from tests.builders import process_spec
+from dynamo_lite.serve.services.frontend.frontend import Frontend, probe
+from dynamo_lite.serve.services.frontend.http_entry import OwnPages
 from tests.twins.servers import MemoryMessaging
 from tests.unit.process_run import Run, get
 
@@ -126,22 +126,24 @@ def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
         await send({"type": "http.response.body", "body": b"app"})
 
     client = TestClient(
-        Probed(app, {"/live": lambda: answers["live"], "/ready": lambda: answers["ready"]})
+        OwnPages(app, [Route(f"/{name}", probe(partial(answers.get, name))) for name in answers])
     )
     assert client.get("/live").status_code == 200
     unready = client.get("/ready")
     assert (unready.status_code, unready.json()) == (503, answers["ready"])
     head = client.head("/ready")
     assert (head.status_code, head.content) == (503, b"")
-    passed_on = client.post("/ready"), client.get("/health"), client.head("/health")
-    assert [answer.status_code for answer in passed_on] == [418, 418, 418]
+    passed_on = client.get("/health"), client.head("/health")
+    assert [answer.status_code for answer in passed_on] == [418, 418]
+    assert client.post("/ready").status_code == 405
 
 
 def test_an_edge_that_does_not_answer_is_no_reason_to_end_the_frontend() -> None:
-    frontend = Frontend({}, process_spec("Frontend"))
+    frontend = Frontend({})
     edge: Any = SimpleNamespace(trouble="", unhealthy="timeout", in_flight=0)
-    dispatcher: Any = SimpleNamespace(check=WorkerCheck, facts=dict)
-    frontend._app, frontend._dispatcher = edge, dispatcher
+    nobody: Any = SimpleNamespace(members=(), responsive=(), transport=None)
+    frontend._app = edge
+    frontend._roster = frontend._health = frontend._failover = nobody
     assert "edge" not in frontend.health()["checks"]
     frontend._rust = edge
     facts = frontend.health()

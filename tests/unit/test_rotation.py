@@ -9,7 +9,8 @@ from typing import Self
 
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import SILENT_S
-from dynamo_lite.serve.services.frontend.dispatcher import WorkerCheck, check_workers, rotate
+from dynamo_lite.runtime.members.roster import Members
+from dynamo_lite.serve.services.frontend.workers import WorkerCheck, check_workers, rotate
 from tests.builders import loop_time
 from tests.health_graph import A, B, Graph
 from tests.twins.servers import MemoryMessaging
@@ -53,6 +54,10 @@ class Frontend(Graph):
         for lease_id in self.beats:
             await self.stop(lease_id)
 
+    def _changed(self, members: Members) -> None:
+        self.changes += 1
+        self.picks = [member.lease_id for member in members]
+
     async def stop(self, lease_id: int) -> float:
         task = self.beats[lease_id]
         task.cancel()
@@ -60,7 +65,10 @@ class Frontend(Graph):
         return loop_time()
 
     def picks_from(self) -> list[int]:
-        return [member.lease_id for member in self.monitor.responsive or self.roster.members]
+        assert self.picks == [
+            member.lease_id for member in self.monitor.responsive or self.roster.members
+        ]
+        return self.picks
 
 
 @virtual

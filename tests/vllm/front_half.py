@@ -246,16 +246,15 @@ async def open_front(
             failover = await stack.enter_async_context(
                 FailoverClient(
                     workers.connected,
-                    members=lambda: workers.members,
                     picker=RoundRobin(),
                     on_deltas=on_deltas,
                     on_ended=on_ended,
                     move_wait_s=0.5,
                 )
             )
+            failover.set_members(workers.members)
             intake = Intake(
                 failover,
-                members=lambda: workers.members,
                 admission=Admission(limits),
                 refused=Counter(),
                 client_priority=client_priority,

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,7 +71,11 @@ class ProcessSpec:
 
 
 class Component(Protocol):
-    """The work of one process. All calls come from one task, in this order."""
+    """The work of one process. All calls come from one task, in this order.
+
+    What `start` opens goes into the host's `stack`, which is closed at the end, also after a failed
+    start.
+    """
 
     async def start(self, host: "Host") -> Mapping[str, Any]:
         """Starts everything and registers it. Returns facts for the supervisor.
@@ -85,10 +89,6 @@ class Component(Protocol):
 
         Called after a successful start, when the endpoints are already deregistered.
         """
-        ...
-
-    async def close(self) -> None:
-        """Frees all resources; always called, also after a failed start."""
         ...
 
     def health(self) -> Mapping[str, Any]:
@@ -121,6 +121,8 @@ class Host:
     #: None where it has none.
     options: LiveOptions | None = None
     probes: Probes = field(default_factory=dict[str, Callable[[], ProbeBody]])
+    #: What the component has opened.
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
         self._endpoints: set[str] = set()

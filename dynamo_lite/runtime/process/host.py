@@ -219,7 +219,7 @@ class _Process:
     async def _close(self) -> None:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self.component.close()
+                await self.host.stack.aclose()
         except Exception:
             logger.exception("closing %s failed or had a timeout", self.spec.component)
 

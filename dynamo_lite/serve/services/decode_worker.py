@@ -3,27 +3,24 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.engine import KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
-from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.protocol.health import EngineStatus, Leave
+from dynamo_lite.protocol.health import Leave
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import applied
-from dynamo_lite.protocol.prefill import decode_first_token
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.kv_publisher import KvPublisher
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import VllmWorkerConfig
+from dynamo_lite.serve.services.decode_outputs import DecodeOutputs, publish_changes
 from dynamo_lite.serve.services.engine_probe import EngineProbe
-from dynamo_lite.serve.services.metrics import DECODE_GAUGES, status_gauges
+from dynamo_lite.serve.services.metrics import DECODE_GAUGES
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
 logger = logging.getLogger(__name__)
@@ -33,24 +30,17 @@ _LEAVE_TRIES = 3
 
 class VllmWorker:
     def __init__(
-        self,
-        config: Mapping[str, Any] | VllmWorkerConfig,
-        spec: ProcessSpec,
-        parts: VllmBackend | None = None,
+        self, config: Mapping[str, Any] | VllmWorkerConfig, parts: VllmBackend | None = None
     ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
-        self._parts = parts or VllmBackend(spec)
-        self._stack = AsyncExitStack()
-        self._publisher: KvPublisher | None = None
+        self._parts = parts or VllmBackend()
         #: Requests that its drain did not finish.
         self._cut_off = 0
-        #: Leases of the prefill workers that may write into its blocks.
-        self._writers: list[int] = []
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
         host.progress("loading the model")
-        config, enter = self._config, self._stack.enter_async_context
+        config, enter = self._config, host.stack.enter_async_context
         self._host = host
         self._engine = engine = await enter(self._parts.open_decode_engine(host, config))
         self._server = server = await enter(
@@ -63,21 +53,18 @@ class VllmWorker:
             )
         )
         await enter(host.live_options(config, lambda values: server.limit(applied(values, config))))
-        # The engine reports nothing without remote prefills.
-        self._show = status_gauges(host.registry, DECODE_GAUGES) if engine.metadata else None
         self._probe = probe = EngineProbe(
             host,
             engine,
             # A request whose adapter is being loaded gives the engine nothing to do.
             busy=lambda: server.in_engine > 0,
             step_timeout_s=config.step_timeout_s,
-            on_status=self._on_status,
+            gauges=DECODE_GAUGES,
         )
-        self._stack.callback(probe.close)
-        host.spawn(self._or_disconnect(self._deliver(), "died"), "engine-steps")
-        if config.kv_events:
-            await self._publish_to_routers()
-        await self._register()
+        publisher = await self._open_publisher() if config.kv_events else None
+        outputs = DecodeOutputs(engine, server, publisher)
+        host.spawn(self._or_disconnect(outputs.send_steps(), "died"), "engine-steps")
+        await self._register(outputs)
         self._heartbeat = probe.start(self._or_disconnect(probe.run(), "is stuck"))
         return {"model": engine.model}
 
@@ -95,9 +82,6 @@ class VllmWorker:
                 "drain timeout after %g s: %d requests are still in flight", grace_s, self._cut_off
             )
 
-    async def close(self) -> None:
-        await self._stack.aclose()
-
     def health(self) -> Mapping[str, Any]:
         probe, load, metadata = self._probe, self._engine.load, self._engine.metadata
         facts: dict[str, Any] = {
@@ -111,20 +95,17 @@ class VllmWorker:
         }
         if not metadata:
             return facts | {"writers": [], "writers_age_s": 0.0}
-        if (asked_at := probe.asked_at) is None:
+        if probe.status is None:
             return facts
-        age_s = self._host.clock.monotonic() - asked_at
-        return facts | {"writers": [f"{w:x}" for w in self._writers], "writers_age_s": age_s}
+        # The prefill workers that may write into its blocks, by their leases.
+        writers = [f"{lease_id:x}" for lease_id in probe.status.writers]
+        age_s = self._host.clock.monotonic() - probe.asked_at
+        return facts | {"writers": writers, "writers_age_s": age_s}
 
-    def _on_status(self, status: EngineStatus) -> None:
-        self._writers = status.writers
-        if self._show is not None:
-            self._show(status)
-
-    async def _publish_to_routers(self) -> None:
+    async def _open_publisher(self) -> KvPublisher:
         """Runs before the worker is registered, since routers may ask as soon as they see it."""
         host, events = self._host, self._engine.kv_events
-        self._publisher = publisher = KvPublisher(
+        publisher = KvPublisher(
             host.messaging,
             namespace=host.spec.namespace,
             component=host.spec.component,
@@ -133,10 +114,11 @@ class VllmWorker:
             holdings=events,
             on_drop=host.drops,
         )
-        await self._stack.enter_async_context(publisher.serve())
+        await host.stack.enter_async_context(publisher.serve())
         host.spawn(publisher.run(), "kv-notices")
         if events is not None:
-            host.spawn(_publish_changes(events, publisher), "kv-events")
+            host.spawn(publish_changes(events, publisher), "kv-events")
+        return publisher
 
     async def _leave(self, engine_id: str) -> None:
         """Orders an engine to stop asking for remote prefills. It cannot derive that from missing
@@ -153,12 +135,12 @@ class VllmWorker:
                     "the engine did not accept the order to stop remote prefills: %s", exc
                 )
 
-    async def _register(self) -> None:
+    async def _register(self, outputs: DecodeOutputs) -> None:
         """Publishes the metadata, then registers the worker: other processes may write into its
         blocks as soon as they see the worker."""
-        host, engine, enter = self._host, self._engine, self._stack.enter_async_context
+        host, engine, enter = self._host, self._engine, self._host.stack.enter_async_context
         namespace, component = host.spec.namespace, host.spec.component
-        on_first_token = counted(self.on_first_token, "first_token", host.drops)
+        on_first_token = counted(outputs.on_first_token, "first_token", host.drops)
         for metadata in engine.metadata:
             first_token = names.first_token_subject(namespace, metadata.engine_id)
             await enter(host.messaging.serve(first_token, on_first_token))
@@ -174,11 +156,6 @@ class VllmWorker:
             model=engine.model,
         )
 
-    async def on_first_token(self, payload: bytes) -> None:
-        delta = self._engine.first_token(decode_first_token(payload))
-        if delta is not None:
-            self._send([delta])
-
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
         return msgspec.msgpack.encode(msgspec.structs.asdict(self._load()))
@@ -192,16 +169,6 @@ class VllmWorker:
             prefill_tokens=self._server.waiting_tokens,
         )
 
-    async def _deliver(self) -> None:
-        async for deltas in self._engine.steps():
-            self._send(deltas)
-
-    def _send(self, deltas: list[TokenDelta]) -> None:
-        """Sends deltas to the Frontends."""
-        self._server.deliver(deltas)
-        if self._publisher is not None:
-            self._publisher.load_changed()
-
     async def _or_disconnect(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Until the engine has failed: then all Frontends hear of it at once."""
         try:
@@ -209,8 +176,3 @@ class VllmWorker:
         except EngineDied:
             self._server.disconnect_all(f"the worker's engine {what}")
             raise
-
-
-async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:
-    async for changes in events.changes():
-        publisher.changed(changes)

@@ -8,14 +8,20 @@ restarted.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
+
+from prometheus_client import Gauge
 
 from dynamo_lite.disagg.engine import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.runtime.members.health import HealthVerdict, publish_heartbeats
 from dynamo_lite.runtime.process.component import Host
+from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.serve.services.metrics import GaugeTable
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +41,9 @@ _FIRST_TOKEN_S = 900.0
 
 class EngineProbe:
     """busy: whether the engine has requests of this worker. step_timeout_s: an engine that has work
-    has failed after this time without a step. on_status: called with each `EngineStatus`.
+    has failed after this time without a step. gauges: of the engine's status, if it has one.
 
-    The process must own `run`, which raises EngineDied.
+    `run` raises EngineDied. It must end before the engine is closed.
     """
 
     def __init__(
@@ -47,21 +53,23 @@ class EngineProbe:
         *,
         busy: Callable[[], bool],
         step_timeout_s: float,
-        on_status: Callable[[EngineStatus], None] = lambda status: None,
+        gauges: GaugeTable = (),
     ):
         self._host, self._engine = host, engine
         self._messaging, self._now = host.messaging, host.clock.monotonic
-        self._busy, self._on_status = busy, on_status
-        self._step_timeout_s = step_timeout_s
+        self._busy, self._step_timeout_s = busy, step_timeout_s
         self._unanswered_since: float | None = None
         self._stepped_at = self._now()
         self._load = engine.load
-        self.closing = False
-        #: When the last probe that the engine answered was sent; None before the first answer.
-        self.asked_at: float | None = None
+        #: The engine's last answer, and when it was asked.
+        self.status: EngineStatus | None = None
+        self.asked_at = 0.0
+        for name, text, field in gauges if engine.metadata else ():
+            Gauge(name, text, registry=host.registry).set_function(partial(self._value, field))
 
     def start(self, probing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts heartbeats with the verdict, and returns their task. probing: runs `run`."""
+        """Starts heartbeats with the verdict, and returns their task. probing: runs `run`, and ends
+        with the host's stack."""
         host = self._host
         heartbeats = publish_heartbeats(
             host.messaging,
@@ -70,43 +78,34 @@ class EngineProbe:
             lease_id=host.lease.id,
             verdict=self.verdict,
         )
-        host.spawn(probing, "engine-probe")
+        host.stack.push_async_callback(end_tasks, host.spawn(probing, "engine-probe"))
         return host.spawn(heartbeats, "health-beat")
 
-    def close(self) -> None:
-        """From now on an engine that does not answer has not failed: it is being closed."""
-        self.closing = True
-
     async def run(self) -> None:
-        """Ends after `close`."""
         with self._messaging.watch_connection(self._on_connection):
-            while not self.closing:
+            while True:
                 began = self._now()
                 answered = not self._engine.metadata or await self._ask_status()
                 await asyncio.sleep(_PERIOD_S if answered else _RETRY_S)
-                self._discount(self._now() - began - _ROUND_S)
-                if not self.closing and (trouble := self.dead()):
+                held_up_s = max(self._now() - began - _ROUND_S, 0.0)
+                self._stepped_at += held_up_s
+                if self._unanswered_since is not None:
+                    self._unanswered_since += held_up_s
+                if trouble := self.dead():
                     raise EngineDied(trouble)
 
     def verdict(self) -> HealthVerdict:
         """The health for heartbeats. Must be called about once a second, because it also notes
         when the engine has nothing to do."""
-        self._note_steps()
-        silent, stalled = self._silent_s(), self._stalled_s()
-        if silent > _SILENT_S:
-            return False, f"the engine has not answered for {silent:.1f} s"
-        if stalled > _STALLED_S:
-            return False, f"the engine has work, but made no step for {stalled:.0f} s"
-        return True, ""
+        trouble = self._trouble(_SILENT_S, _STALLED_S)
+        return not trouble, trouble
 
     def dead(self) -> str:
         """Why the engine has failed; empty while it may recover."""
-        self._note_steps()
-        if self._silent_s() > _DEAD_S:
-            return f"the engine's process has not answered for {_DEAD_S:g} s"
-        if self._stalled_s() > (limit_s := self._stuck_s()):
-            return f"the engine has work, but made no step for {limit_s:g} s"
-        return ""
+        warm = self._engine.load.gave_tokens
+        return self._trouble(
+            _DEAD_S, self._step_timeout_s if warm else max(self._step_timeout_s, _FIRST_TOKEN_S)
+        )
 
     def facts(self) -> dict[str, Any]:
         """For /health, /live and /ready."""
@@ -128,37 +127,31 @@ class EngineProbe:
                 status = await self._engine.describe()
         except (DynamoLiteError, TimeoutError) as exc:
             # An outage of NATS has a line of its own.
-            if not self.closing and self._messaging.connected:
+            if self._messaging.connected:
                 logger.warning("no status from the engine: %s", exc or "no answer")
             return False
-        self._unanswered_since, self.asked_at = None, asked
+        self._unanswered_since, self.status, self.asked_at = None, status, asked
         if status.last_step_age_s is not None:
             self._stepped_at = max(self._stepped_at, asked - status.last_step_age_s)
-        self._on_status(status)
         return True
 
-    def _discount(self, held_up_s: float) -> None:
-        if held_up_s > 0:
-            self._stepped_at += held_up_s
-            if self._unanswered_since is not None:
-                self._unanswered_since += held_up_s
+    def _value(self, field: str) -> float:
+        """Of a gauge."""
+        value = None if self.status is None else getattr(self.status, field)
+        return math.nan if value is None else value
 
     def _on_connection(self, connected: bool) -> None:
         """While we are disconnected no answer can arrive."""
         if self._unanswered_since is not None:
             self._unanswered_since = self._now()
 
-    def _note_steps(self) -> None:
+    def _trouble(self, silent_s: float, stalled_s: float) -> str:
+        """What the engine has not done for longer than this."""
+        now, since = self._now(), self._unanswered_since
         if self._load is not self._engine.load or not self._busy():
-            self._load, self._stepped_at = self._engine.load, self._now()
-
-    def _silent_s(self) -> float:
-        since = self._unanswered_since
-        return 0.0 if since is None or not self._messaging.connected else self._now() - since
-
-    def _stalled_s(self) -> float:
-        return self._now() - self._stepped_at
-
-    def _stuck_s(self) -> float:
-        warm = self._engine.load.gave_tokens
-        return self._step_timeout_s if warm else max(self._step_timeout_s, _FIRST_TOKEN_S)
+            self._load, self._stepped_at = self._engine.load, now
+        if since is not None and self._messaging.connected and now - since > silent_s:
+            return f"the engine has not answered for {now - since:.1f} s"
+        if now - self._stepped_at > stalled_s:
+            return f"the engine has work, but made no step for {now - self._stepped_at:.0f} s"
+        return ""

@@ -1,14 +1,11 @@
 """Prometheus metrics of the services: requests, the router's choices, engines, the queue."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dynamo_lite.protocol.health import EngineStatus
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.routing.kv_routing import REASONS, KvPicker
@@ -16,7 +13,8 @@ from dynamo_lite.routing.kv_routing import REASONS, KvPicker
 _HOW = ("fresh", "continue", "replay")
 _REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")
 
-#: Gauges of an engine's blocks: name, help, and the field of `EngineStatus`.
+#: Name, help, and the field of `EngineStatus`.
+GaugeTable = Iterable[tuple[str, str, str]]
 BLOCK_GAUGES = (
     ("dynamo_lite_kv_blocks_free", "KV blocks that a new request may take", "free_blocks"),
     ("dynamo_lite_kv_blocks_total", "KV blocks of the engine", "total_blocks"),
@@ -59,20 +57,6 @@ DECODE_GAUGES = (
         "unusable_writers",
     ),
 )
-
-
-def status_gauges(
-    registry: CollectorRegistry, table: Iterable[tuple[str, str, str]]
-) -> Callable[[EngineStatus], None]:
-    """Returns what shows an engine's report. table: see `BLOCK_GAUGES`."""
-    gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
-
-    def show(status: EngineStatus) -> None:
-        for field, gauge in gauges.items():
-            value = getattr(status, field)
-            gauge.set(math.nan if value is None else value)
-
-    return show
 
 
 class RequestMetrics(Collector):

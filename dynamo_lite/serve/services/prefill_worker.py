@@ -1,7 +1,6 @@
 """The prefill worker: pulls jobs, computes them, and writes the KV into decode engines' blocks."""
 
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -10,32 +9,27 @@ from dynamo_lite.disagg.decision.lanes import BEFORE_LONG
 from dynamo_lite.disagg.prefill.attempt import WriterParts
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.tasks import all_of
 from dynamo_lite.serve.services.config import PrefillWorkerConfig
 from dynamo_lite.serve.services.engine_probe import EngineProbe
-from dynamo_lite.serve.services.metrics import BLOCK_GAUGES, status_gauges
+from dynamo_lite.serve.services.metrics import BLOCK_GAUGES
 from dynamo_lite.serve.services.vllm_backend import VllmBackend
 
 
 class PrefillWorker:
     def __init__(
-        self,
-        config: Mapping[str, Any] | PrefillWorkerConfig,
-        spec: ProcessSpec,
-        parts: VllmBackend | None = None,
+        self, config: Mapping[str, Any] | PrefillWorkerConfig, parts: VllmBackend | None = None
     ):
         self._config = msgspec.convert(config, PrefillWorkerConfig)
-        self._spec = spec
-        self._parts = parts or VllmBackend(spec)
-        self._stack = AsyncExitStack()
+        self._parts = parts or VllmBackend()
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
         cells = self._parts.open_cells(host, self._config)
-        self._stack.callback(cells.close)
+        host.stack.callback(cells.close)
         host.progress("loading the model")
-        enter = self._stack.enter_async_context
+        enter = host.stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, self._config, cells))
         self._links = links = PeerLinks(host, engine)
         host.spawn(engine.run_prefills(links.broke), "engine-steps")
@@ -44,12 +38,11 @@ class PrefillWorker:
             engine,
             busy=lambda: engine.busy,
             step_timeout_s=self._config.step_timeout_s,
-            on_status=status_gauges(host.registry, BLOCK_GAUGES),
+            gauges=BLOCK_GAUGES,
         )
-        self._stack.callback(probe.close)
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         parts = WriterParts(
-            namespace=self._spec.namespace,
+            namespace=host.spec.namespace,
             lease_id=host.lease.id,
             engine=engine,
             cells=cells,
@@ -67,7 +60,7 @@ class PrefillWorker:
         )
         # An interrupted start does not drain. A closed queue answers each pull at once, so a loop
         # that still pulls would not let the event loop run.
-        self._stack.push_async_callback(jobs.stop)
+        host.stack.push_async_callback(jobs.stop)
         host.spawn(links.run(), "links")
         await host.register("prefill", model=engine.model)
         self._heartbeat = probe.start(probe.run())
@@ -82,9 +75,6 @@ class PrefillWorker:
         self._heartbeat.cancel()
         await self._jobs.stop()
         await all_of([self._jobs.idle], timeout_s=grace_s)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:
         jobs, unfit = len(self._jobs.working), self._links.misfit

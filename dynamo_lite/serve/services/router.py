@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from dynamo_lite.routing.kv_follower import KvFollower
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.serve.services.config import RouterConfig
 from dynamo_lite.serve.services.metrics import RouterMetrics
 
@@ -32,14 +31,9 @@ _MAX_EARLY = 1024
 _MAX_INDEX_BLOCKS = 2_000_000
 
 
-async def open_kv_picker(
-    stack: AsyncExitStack,
-    host: Host,
-    workers: Roster,
-    options: KvRoutingOptions,
-) -> KvPicker:
-    """The picker with its inputs. It follows the workers until `stack` is closed."""
-    follower = await stack.enter_async_context(
+async def open_kv_picker(host: Host, workers: Roster, options: KvRoutingOptions) -> KvPicker:
+    """The picker with its inputs. It follows the workers until the host's stack is closed."""
+    follower = await host.stack.enter_async_context(
         KvFollower(
             host.messaging,
             workers,
@@ -57,27 +51,23 @@ async def open_kv_picker(
         for lease_id in left:
             picker.loads.left(lease_id)
 
-    stack.enter_context(workers.on_change(on_workers))
+    host.stack.enter_context(workers.on_change(on_workers))
     host.registry.register(RouterMetrics(picker))
     return picker
 
 
 class Router:
-    def __init__(self, config: Mapping[str, Any] | RouterConfig, spec: ProcessSpec):
+    def __init__(self, config: Mapping[str, Any] | RouterConfig):
         self._config = msgspec.convert(config, RouterConfig)
-        self._spec = spec
-        self._stack = AsyncExitStack()
         self._early: OrderedDict[str, None] = OrderedDict()
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Registered last: Frontends may ask as soon as they see it."""
-        namespace, enter = self._spec.namespace, self._stack.enter_async_context
-        prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
+        namespace, enter = host.spec.namespace, host.stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, host.spec.watch_component, "generate")
         self._workers = await enter(Roster(host.store, prefix, host.drops))
         config = self._config
-        self._picker = picker = await open_kv_picker(
-            self._stack, host, self._workers, config.kv_router
-        )
+        self._picker = picker = await open_kv_picker(host, self._workers, config.kv_router)
 
         def apply(values: Values) -> None:
             picker.options = applied(values, config.kv_router, "kv_router")
@@ -87,7 +77,7 @@ class Router:
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
         )
         frontends.on_change(self._on_frontends)
-        pick = names.endpoint_subject(namespace, self._spec.component, "pick", host.lease.id)
+        pick = names.endpoint_subject(namespace, host.spec.component, "pick", host.lease.id)
         fates = names.fates_subject(namespace, host.lease.id)
         await enter(host.messaging.serve(pick, counted(self._on_pick, "pick", host.drops)))
         await enter(host.messaging.serve(fates, counted(self._on_fates, "fates", host.drops)))
@@ -96,9 +86,6 @@ class Router:
 
     async def drain(self, grace_s: float) -> None:
         """No request waits here."""
-
-    async def close(self) -> None:
-        await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
         return {

@@ -31,7 +31,7 @@ class Service:
     name: str
     #: The dataclass of its own options.
     config: type
-    #: "module:Class" with the constructor (config, spec).
+    #: "module:Class" with the constructor (config).
     component: str
     #: See FlagKind.
     flags: FlagKind = "none"

@@ -28,20 +28,17 @@ if TYPE_CHECKING:
 class VllmBackend:
     """What a worker runs on: engine, queue and claim cells. A simulation passes its own."""
 
-    def __init__(self, spec: ProcessSpec):
-        self._spec = spec
-
     async def prepare(self) -> None:
         """Everything that takes long and needs no other process."""
         await asyncio.to_thread(import_large, "dynamo_lite.vllm.engine.core")
 
     def open_cells(self, host: Host, config: PrefillWorkerConfig) -> ClaimCells:
-        return ClaimCells(config.most_jobs, _engine_file(self._spec, "claims"))
+        return ClaimCells(config.most_jobs, _engine_file(host.spec, "claims"))
 
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        spec, config = self._spec, QueueConfig.of(options)
+        spec, config = host.spec, QueueConfig.of(options)
         return JetStreamQueue(spec.nats_url, spec.namespace, config, on_drop=host.drops)
 
     def open_decode_engine(
@@ -50,9 +47,9 @@ class VllmBackend:
         from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 
         remote = config.remote_prefill
-        role = decode_role(config, self._spec.component) if remote else None
+        role = decode_role(config, host.spec.component) if remote else None
         return VllmDecodeEngine(
-            self._context(host, role),
+            _context(host, role),
             publishes_kv=config.kv_events,
             takes_first_tokens=remote and config.first_token_from_prefill,
         )
@@ -64,34 +61,33 @@ class VllmBackend:
 
         assert cells.path is not None
         role = prefill_role(config, cells_path=str(cells.path))
-        return VllmPrefillEngine(self._context(host, role))
+        return VllmPrefillEngine(_context(host, role))
 
-    def _context(
-        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig | None
-    ) -> "EngineContext":
-        """role: None for an engine without remote prefills."""
-        from dynamo_lite.vllm.engine.core import EngineContext
 
-        spec, config = self._spec, None
-        if role is not None:
-            config = EngineConfig(
-                namespace=spec.namespace,
-                engine_id=str(uuid.uuid4()),
-                lease_id=host.lease.id,
-                lease_ttl_s=spec.lease_ttl_s,
-                nats_url=spec.nats_url,
-                etcd_url=spec.etcd_url,
-                role=role,
-            )
-        return EngineContext(
-            spec.engine_args,
-            engine_config=config,
-            engine_config_path=_engine_file(spec, "engine.json"),
-            messaging=host.messaging,
-            registry=host.registry,
-            on_drop=host.drops,
-            tracer=host.tracer,
+def _context(host: Host, role: DecodeEngineConfig | PrefillEngineConfig | None) -> "EngineContext":
+    """role: None for an engine without remote prefills."""
+    from dynamo_lite.vllm.engine.core import EngineContext
+
+    spec, config = host.spec, None
+    if role is not None:
+        config = EngineConfig(
+            namespace=spec.namespace,
+            engine_id=str(uuid.uuid4()),
+            lease_id=host.lease.id,
+            lease_ttl_s=spec.lease_ttl_s,
+            nats_url=spec.nats_url,
+            etcd_url=spec.etcd_url,
+            role=role,
         )
+    return EngineContext(
+        spec.engine_args,
+        engine_config=config,
+        engine_config_path=_engine_file(spec, "engine.json"),
+        messaging=host.messaging,
+        registry=host.registry,
+        on_drop=host.drops,
+        tracer=host.tracer,
+    )
 
 
 def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:

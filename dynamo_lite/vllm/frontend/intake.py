@@ -19,7 +19,6 @@ from dynamo_lite.protocol.errors import (
     Refused,
 )
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
@@ -35,10 +34,10 @@ _ROUNDING_S = 0.01
 class Intake:
     """The requests of one Frontend.
 
-    failover: submits and aborts requests. members: the live workers. admission: the limits of
-    this process. refused: counts requests that were not taken, by reason: "limit" (this process
-    is at its limit), "busy" (all workers are), "no_worker" (no worker is registered or answers),
-    "late" (timeout before a worker took it) and "rejected" (not acceptable to the engine).
+    failover: submits and aborts requests. admission: the limits of this process. refused: counts
+    requests that were not taken, by reason: "limit" (this process is at its limit), "busy" (all
+    workers are), "no_worker" (no worker is registered or answers), "late" (timeout before a worker
+    took it) and "rejected" (not acceptable to the engine).
     client_priority: the priorities that clients may ask for. tracer: None without tracing.
     """
 
@@ -46,13 +45,12 @@ class Intake:
         self,
         failover: FailoverClient,
         *,
-        members: Callable[[], Sequence[EndpointRecord]],
         admission: Admission,
         refused: Counter[str],
         client_priority: ClientPriority = "lower-only",
         tracer: Tracer | None = None,
     ):
-        self._failover, self._members = failover, members
+        self._failover = failover
         self.admission, self.refused = admission, refused
         self._client_priority: ClientPriority = client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
@@ -64,7 +62,7 @@ class Intake:
 
     def check(self, n: int) -> None:
         """Raises NoWorkers without a worker, Overloaded if `n` more requests are too many."""
-        if not self._members():
+        if not self._failover.members:
             raise self._refusal(NoWorkers("No worker is available. Please try again later."))
         if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
             raise self._refusal(Overloaded(busy), "limit")

@@ -31,7 +31,14 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
-from tests.builders import NAMESPACE, endpoint_record, eventually, generate_request, register
+from tests.builders import (
+    NAMESPACE,
+    endpoint_record,
+    eventually,
+    fake_host,
+    generate_request,
+    register,
+)
 from tests.contract.generating import FakeEngine, Outputs, tokens
 from tests.sim.pair import GREEDY, QUEUE, Pair
 from tests.sim.pair import tokens as random_tokens
@@ -293,17 +300,16 @@ class Front:
             routers = await enter(
                 Roster(self.store, names.endpoint_prefix(NAMESPACE, "Router", "pick"))
             )
-            self.router = await enter(
-                RemoteRouter(self.messaging, routers, namespace=NAMESPACE, lease_id=8)
-            )
+            self.router = RemoteRouter(fake_host(self.messaging, NAMESPACE, 8), routers)
+            await enter(running(self.router.publish_outcomes(), name="outcomes"))
             interrupted = _InterruptedPicker(self.router, self)
             self.client = FailoverClient(
                 lambda on_deltas, on_lost: _InterruptedTransport(self, on_deltas, on_lost),
-                members=lambda: [worker.record for worker in self.workers],
                 picker=interrupted,
                 on_deltas=self.outputs.on_deltas,
                 on_ended=lambda request_id, error: self.ended.append((request_id, error)),
             )
+            self.client.set_members([worker.record for worker in self.workers])
             async with self.client:
                 yield self
             await eventually(lambda: not self.routing.placed)

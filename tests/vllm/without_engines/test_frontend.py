@@ -100,12 +100,12 @@ def test_images_are_named_by_their_content(model: Path, more: list[str]):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_worker_is_a_503_that_says_when_to_retry(front: Front, stream):
-    front.workers.members = []
+    front.workers.members.clear()
     answer = await front.post("/v1/completions", TEXT | {"stream": stream})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "No worker" in answer.json()["error"]["message"]
     assert front.intake.refused == {"no_worker": 1}
-    front.workers.members = Workers().members
+    front.workers.members += Workers().members
     assert (await front.post("/v1/completions", TEXT)).status_code == 200
 
 
@@ -123,7 +123,7 @@ async def test_a_lost_worker_ends_its_requests_with_a_clear_error(front: Front):
     asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"n": 2, "temperature": 1}))
     await asyncio.wait_for(front.workers.first_token.wait(), 10)
     ids = [request.request_id for _, request in front.workers.asked]
-    front.workers.members = []
+    front.workers.members.clear()
     front.workers.lose(ids[:1], "connection reset")
     answer = await asyncio.wait_for(asking, 10)
     assert answer.status_code == 503 and "connection reset" in answer.text

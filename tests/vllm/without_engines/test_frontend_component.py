@@ -90,12 +90,12 @@ class Cluster:
     async def frontend(self, model: Path) -> AsyncIterator[tuple[Frontend, str]]:
         spec = replace(self.spec, engine_args=[*flags(model), *self.extra])
         async with self.host(spec) as host:
-            component, self.options = Frontend(spec.config, spec), lambda: host.options
+            component, self.options = Frontend(spec.config), lambda: host.options
             try:
                 self.facts = await component.start(host)
                 yield component, self.facts["url"]
             finally:
-                await component.close()
+                await host.stack.aclose()
 
     async def records(self) -> dict[str, EndpointRecord]:
         entries = await self.store.get_prefix(names.components_prefix(self.spec.namespace))

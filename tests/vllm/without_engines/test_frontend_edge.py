@@ -46,7 +46,7 @@ async def _lose_first(front: Front) -> None:
     await asyncio.wait_for(workers.first_token.wait(), 10)
     workers.hold = False
     lease, request = workers.asked[0]
-    workers.members = [m for m in workers.members if m.lease_id != lease]
+    workers.members[:] = [m for m in workers.members if m.lease_id != lease]
     workers.lose([request.request_id], "connection reset")
 
 

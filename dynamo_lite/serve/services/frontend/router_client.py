@@ -1,11 +1,11 @@
 """The Frontend's client of the Router process."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence, Set
-from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -14,10 +14,8 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply
 from dynamo_lite.routing.pickers import Picker, RoundRobin, Selection
-from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.process.component import Host
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
-#: Before outcomes that could not be published are published again.
+#: How often it is looked whether outcomes can be published again.
 _AGAIN_S = 1.0
 
 
@@ -34,30 +32,17 @@ class RemoteRouter(Picker):
     """Sends pick requests to the first router of the roster that responds.
 
     All Frontends use the same order, so one router knows all requests. While NATS is disconnected
-    none is asked. Async context manager; the roster must be open.
-
-    Args:
-        lease_id: of this Frontend.
+    none is asked. The Frontend, whose host this is, must own `publish_outcomes`.
     """
 
-    def __init__(
-        self,
-        messaging: Messaging,
-        routers: Roster,
-        *,
-        namespace: str,
-        lease_id: int,
-        registry: CollectorRegistry | None = None,
-        on_drop: OnDrop = uncounted,
-    ):
-        self._messaging, self._routers = messaging, routers
-        self._namespace, self._lease_id = namespace, lease_id
+    def __init__(self, host: Host, routers: Roster):
+        self._host, self._routers = host, routers
         #: Picks workers while no router responds.
-        self._fallback, self._on_drop = RoundRobin(), on_drop
+        self._fallback = RoundRobin()
         self._fallbacks = Counter(
             "dynamo_lite_router_fallbacks",
             "Requests placed round-robin because no router responded",
-            registry=registry or CollectorRegistry(),
+            registry=host.registry,
         )
         self._sent = 0
         #: Request id to the router that placed it and the id used there.
@@ -67,14 +52,6 @@ class RemoteRouter(Picker):
         self._has_outcomes = asyncio.Event()
         #: Routers that have failed, and until when they are left alone.
         self._failed: dict[int, float] = {}
-        self._tasks = OwnedTasks()
-
-    async def __aenter__(self) -> Self:
-        self._tasks.start(self._publish_outcomes(), name="router-outcomes")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._tasks.end()
 
     async def pick(
         self,
@@ -86,7 +63,7 @@ class RemoteRouter(Picker):
         if not candidates:
             raise NoWorkers("no live worker")
         until = _now() + ANSWER_S
-        for router in self._routers.members if self._messaging.connected else ():
+        for router in self._routers.members if self._host.messaging.connected else ():
             now = _now()
             if now < self._failed.get(router.lease_id, 0.0) or now >= until:
                 continue
@@ -96,7 +73,7 @@ class RemoteRouter(Picker):
                 # Many requests wait for a router that is killed: the first one that fails says so.
                 if _now() < self._failed.get(router.lease_id, 0.0):
                     continue
-                live = {one.lease_id for one in self._routers.members}
+                live = self._routers.lease_ids
                 self._failed = {k: end for k, end in self._failed.items() if k in live}
                 self._failed[router.lease_id] = _now() + ALONE_S
                 logger.warning(
@@ -134,7 +111,7 @@ class RemoteRouter(Picker):
         self._sent += 1
         own_id = f"{request.request_id}~{self._sent}"
         message = PickRequest(
-            client=self._lease_id,
+            client=self._host.lease.id,
             request_id=own_id,
             prompt_token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             candidates=list(candidates),
@@ -146,15 +123,13 @@ class RemoteRouter(Picker):
         self.released(request.request_id)
         self._placed[request.request_id] = router.lease_id, own_id
         try:
-            reply = await self._messaging.request(
+            reply = await self._host.messaging.request(
                 router.transport.nats_tcp, encode(message), timeout_s=timeout_s
             )
             return self._selection(reply, candidates)
-        except ProtocolError:
-            self._on_drop("pick_reply")
-            self.released(request.request_id)
-            raise
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, ProtocolError):
+                self._host.drops("pick_reply")
             self.released(request.request_id)
             raise
 
@@ -171,29 +146,25 @@ class RemoteRouter(Picker):
         self._has_outcomes.set()
         return self._outcomes.setdefault(router, ([], []))
 
-    async def _publish_outcomes(self) -> None:
+    async def publish_outcomes(self) -> None:
         """Outcomes of one iteration of the event loop are published together. Without them a router
         counts its requests as running, so they are kept while NATS is disconnected."""
+        messaging = self._host.messaging
         while True:
             await self._has_outcomes.wait()
+            if not messaging.connected:
+                await asyncio.sleep(_AGAIN_S)
+                continue
             self._has_outcomes.clear()
             outcomes, self._outcomes = self._outcomes, {}
-            again = False
             for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
-                    client=self._lease_id, answered=answered, released=released
+                    client=self._host.lease.id, answered=answered, released=released
                 )
-                subject = names.fates_subject(self._namespace, router)
-                try:
-                    await self._messaging.publish(subject, encode(notice))
-                except Unavailable as exc:
-                    logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
-                    if self._routers.get(router) is not None:
-                        since = self._outcomes_for(router)
-                        since[0][:0], since[1][:0] = answered, released
-                        again = True
-            if again:
-                await asyncio.sleep(_AGAIN_S)
+                subject = names.fates_subject(self._host.spec.namespace, router)
+                # Disconnected in this moment: it is lost, as one that was just sent.
+                with contextlib.suppress(Unavailable):
+                    await messaging.publish(subject, encode(notice))
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""Serves `/dashboard`, in front of vLLM's app.
+"""The pages of `/dashboard`.
 
 The page asks for the graph once per second; all viewers share one look per second, and without a
 viewer there is none. Other origins get nothing: no CORS headers, and a content policy that allows
@@ -13,7 +13,7 @@ from importlib.resources import files
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
 
 from dynamo_lite.runtime.overview.observer import Observer
 
@@ -22,6 +22,7 @@ OVERVIEW = "/dashboard/overview"
 
 _FILES = {
     PATH: ("dashboard.html", "text/html"),
+    f"{PATH}/": ("dashboard.html", "text/html"),
     "/dashboard/dashboard.css": ("dashboard.css", "text/css"),
     "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
 }
@@ -44,43 +45,35 @@ _PERIOD_S = 0.9
 
 
 class Dashboard:
-    """ASGI; requests for other paths go to `app`.
-
-    any_name: whether the page is served under any host name. Otherwise the Host header must
+    """any_name: whether the page is served under any host name. Otherwise the Host header must
     have an address or `localhost`, because an attacker could point a name of his page to this
     server, and his script would have the same origin (DNS rebinding).
     """
 
-    def __init__(
-        self, app: ASGIApp, observer: Observer, *, any_name: bool, period_s: float = _PERIOD_S
-    ):
-        self._app, self._observer, self._any_name = app, observer, any_name
-        self._period_s = period_s
+    def __init__(self, observer: Observer, *, any_name: bool, period_s: float = _PERIOD_S):
+        self._observer, self._any_name, self._period_s = observer, any_name, period_s
         self._looking = asyncio.Lock()
         self._next_at = 0.0
         self._overview = b""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
-            return await self._app(scope, receive, send)
-        answer = await self._answer(Request(scope))
+    @property
+    def pages(self) -> list[Route]:
+        return [Route(path, self._page) for path in (*_FILES, OVERVIEW)]
+
+    async def _page(self, request: Request) -> Response:
+        answer = await self._answer(request)
         answer.headers.update(_GUARDS)
-        await answer(scope, receive, send)
+        return answer
 
     async def _answer(self, request: Request) -> Response:
         path, headers = request.scope["path"], request.headers
         if not self._any_name and not _is_own_name(headers.get("host", "")):
             return PlainTextResponse("use the server's IP address or localhost in the URL\n", 421)
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("only GET is allowed\n", 405, {"allow": "GET, HEAD"})
         if path == OVERVIEW:
             if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
                 return PlainTextResponse("pages of other sites may not read this\n", 403)
             return Response(await self._newest(), media_type="application/json")
-        if path.rstrip("/") not in _FILES:
-            return PlainTextResponse("no such page\n", 404)
-        name, media_type = _FILES[path.rstrip("/")]
+        name, media_type = _FILES[path]
         return Response(_content(name), media_type=media_type)
 
     async def _newest(self) -> bytes:
