@@ -3,7 +3,6 @@
 vLLM passes them to uvicorn; here the Frontend's own server uses them.
 """
 
-import logging
 import ssl
 from argparse import Namespace
 from collections.abc import Mapping
@@ -16,8 +15,6 @@ from dynamo_lite.runtime.tls import load_pair, read_file
 
 #: vLLM's default, and ours: a stranger's head is kept, and copied with each piece that arrives.
 _VLLMS_HEAD_BYTES, _HEAD_BYTES = 4 << 20, 64 << 10
-#: Of a path and query, in the access log.
-_LOGGED_CHARS = 1024
 
 TLS_KEYS = (
     *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
@@ -118,21 +115,3 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
         ciphers=flags.get("ssl-ciphers") or None,
         refresh=bool(flags.get("enable-ssl-refresh")),
     )
-
-
-class QuietPaths(logging.Filter):
-    """For the logger `uvicorn.access`: the third argument of its records is the path and query,
-    which is cut if it is long."""
-
-    def __init__(self, paths: frozenset[str]):
-        super().__init__()
-        self._paths = paths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        args = record.args
-        if not isinstance(args, tuple) or len(args) <= 2:
-            return True
-        path = str(args[2])
-        # A stranger's may have 64 KiB.
-        record.args = (*args[:2], path[:_LOGGED_CHARS], *args[3:])
-        return path.partition("?")[0] not in self._paths

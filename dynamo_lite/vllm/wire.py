@@ -96,7 +96,7 @@ def delta_from_output(output: EngineCoreOutput, timestamp: float | None = None) 
             if output.new_prompt_logprobs_tensors is None
             else _rows(*(t.cpu().numpy() for t in output.new_prompt_logprobs_tensors[:3]))
         ),
-        error=None if reason is None else engine_error(output),
+        error=engine_error(output) if reason is FinishReason.ERROR else None,
     )
 
 

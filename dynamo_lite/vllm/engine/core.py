@@ -41,7 +41,7 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.vllm.engine.adapters import Adapters
-from dynamo_lite.vllm.engine.engine_config import own_counts, vllm_config
+from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import fingerprint
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents, followed
 from dynamo_lite.vllm.engine.supported import refusal_reported
@@ -198,8 +198,8 @@ class VllmEngine:
                 gave_tokens=len(self._gave_tokens) == size,
                 max_running=config.scheduler_config.max_num_seqs * size,
             )
-            if counts := stats.kv_connector_stats:
-                stats.kv_connector_stats = counts = own_counts(config, counts)
+            # Without remote prefills they are those of a connector of the user.
+            if self._engine_config is not None and (counts := stats.kv_connector_stats):
                 self._metrics.apply(counts)
                 if (tracer := self._context.tracer) is not None:
                     tracer.record_notes(counts.get(SPAN, ()))

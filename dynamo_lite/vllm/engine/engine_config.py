@@ -94,15 +94,6 @@ def transfer_config(
     return KVTransferConfig(engine_id=engine_config.engine_id, **(ours | multi))
 
 
-def own_counts(config: VllmConfig, counts: dict[str, Any]) -> dict[str, Any]:
-    """The statistics of our connector alone. counts: those of all; by connector if there are
-    several."""
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == CONNECTOR:
-        return counts
-    return counts.get(CONNECTOR, {})
-
-
 def _beside(args: AsyncEngineArgs) -> KVTransferConfig | None:
     """The connector that the user wants beside ours. Raises StartupError."""
     given, size = args.kv_transfer_config, args.kv_offloading_size

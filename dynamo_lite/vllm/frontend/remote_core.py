@@ -19,8 +19,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.vllm.frontend.edge import current_context, engine_failure, http_error
+from dynamo_lite.vllm.frontend.edge import current_context
 from dynamo_lite.vllm.frontend.intake import Intake
+from dynamo_lite.vllm.frontend.refusal import engine_failure, http_error
 from dynamo_lite.vllm.frontend.request_context import RequestContext
 from dynamo_lite.vllm.wire import output_or_error
 

@@ -98,7 +98,6 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
             sliding_window=None,
             kv_sharing_fast_prefill=False,
         ),
-        kv_transfer_config=SimpleNamespace(kv_connector="DynamoLiteConnector"),
     )
     engine._client, engine._config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]

@@ -24,7 +24,8 @@ from dynamo_lite.runtime.listening import PendingConnections, TcpServer
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.request_head import RequestHeadDeadline, most_pending
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
+from dynamo_lite.vllm.access_log import QuietPaths
+from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions
 
 logger = logging.getLogger(__name__)
 
