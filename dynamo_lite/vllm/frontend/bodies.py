@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError
 
 from dynamo_lite.vllm.frontend.edge import current_context
 from dynamo_lite.vllm.frontend.refusal import refuse, refuse_unread
-from dynamo_lite.vllm.frontend.turns import ClientGone, Turns
+from dynamo_lite.vllm.frontend.turns import BodyTurns
 
 #: Larger bodies would block the event loop for too long.
 MAX_BODY_BYTES = 32 << 20
@@ -60,7 +61,7 @@ class Bodies:
     def __init__(self, app: ASGIApp, limits: BodyLimits):
         self._app, self._limits = app, limits
         self._held = 0
-        self._turns = Turns()
+        self._turns = BodyTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Requests without a body may come without the key, and may not hold memory.
@@ -72,7 +73,7 @@ class Bodies:
             if refusal.http_status is HTTPStatus.GATEWAY_TIMEOUT:  # the whole body was received
                 return await refuse(send, refusal)
             return await refuse_unread(receive, send, refusal)
-        except ClientGone:
+        except ClientDisconnect:
             return
         if (context := current_context()) is not None:
             context.on_placing = turn.close
@@ -88,7 +89,7 @@ class Bodies:
     async def _accept(self, scope: Scope, receive: Receive) -> tuple[list[bytes], ExitStack]:
         """Returns the body in a list, and what ends the turn of a large one.
 
-        Raises GracefulHTTPError, ClientGone.
+        Raises GracefulHTTPError, ClientDisconnect.
         """
         body = _Body()
         try:
@@ -104,7 +105,7 @@ class Bodies:
             self._held -= body.held
 
     async def _receive(self, scope: Scope, receive: Receive, body: _Body) -> None:
-        """Raises GracefulHTTPError, ClientGone."""
+        """Raises GracefulHTTPError, ClientDisconnect."""
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length) > self._limits.max_bytes:
             raise self._too_large()
@@ -113,7 +114,7 @@ class Bodies:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnect
                     self._add(body, message.get("body", b""))
                     if not message.get("more_body", False):
                         return

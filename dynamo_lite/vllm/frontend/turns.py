@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import ExitStack
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from dynamo_lite.vllm.frontend.refusal import late_error
@@ -13,11 +14,7 @@ from dynamo_lite.vllm.frontend.request_context import RequestContext
 _MAX_TURN_S = 2.0
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
-
-
-class Turns:
+class BodyTurns:
     def __init__(self):
         self._turn = asyncio.Lock()
         self._resume_at = 0.0
@@ -26,7 +23,7 @@ class Turns:
         """The turn is over when the result is closed, at the latest after `_MAX_TURN_S`.
 
         context: None for a request without a time limit. receive: of a request whose whole body has
-        been received. Raises GracefulHTTPError if the request times out, ClientGone.
+        been received. Raises GracefulHTTPError if the request times out, ClientDisconnect.
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
@@ -39,7 +36,7 @@ class Turns:
                 assert context is not None
                 raise late_error(context.timeout_s) from exc
             if await _has_gone(receive):
-                raise ClientGone
+                raise ClientDisconnect
             stack.callback(self._pause, time.thread_time())
             turn = stack.pop_all()
         turn.callback(loop.call_later(_MAX_TURN_S, turn.close).cancel)
