@@ -18,9 +18,9 @@ from tests.builders import DECODE_ROLE, PREFILL_ROLE, engine_config
 LINK = engine_config(PREFILL_ROLE)
 
 
-def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:
+def made(model: Path, link: EngineConfig | None, *flags: str, kv_events: bool = False) -> Any:
     flags = (f"--model={model}", "--kv-cache-memory-bytes=1048576", *flags)
-    return vllm_config(list(flags), link, model / "link.json")
+    return vllm_config(list(flags), link, model / "link.json", kv_events=kv_events)
 
 
 def test_defaults_are_those_of_vllm_s_server(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -38,6 +38,19 @@ def test_an_engine_with_a_link_gets_the_connector(model: Path):
     transfer = made(model, LINK).kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_role) == ("DynamoLiteConnector", "kv_both")
     assert made(model, None).kv_transfer_config is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "published"),
+    [
+        ("--enable-prefix-caching", True),
+        ("--no-enable-prefix-caching", False),
+        ("--data-parallel-size=2", False),
+    ],
+)
+def test_the_events_of_one_prefix_cache_are_published(model: Path, flag: str, published: bool):
+    config = made(model, None, flag, kv_events=True)
+    assert (config.kv_events_config is not None) is published
 
 
 def test_offloading_is_beside_the_connector(model: Path):

@@ -24,9 +24,10 @@ from dynamo_lite.protocol.errors import EngineDied, ProtocolError, Refused
 from dynamo_lite.protocol.generate import Adapter, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
-from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.core import VllmEngine
 from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
+from dynamo_lite.vllm.engine.process import EngineContext
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
