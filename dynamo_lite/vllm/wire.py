@@ -7,7 +7,6 @@ own struct, and validated when decoded.
 
 import logging
 import time
-from typing import Any
 
 import msgspec
 from vllm.exceptions import VLLMError
@@ -36,16 +35,8 @@ _RESERVED = frozenset({KV_TRANSFER_PARAMS, "kv_cache_report_mode"})
 _FINISH_REASONS = {name: FinishReason(i) for i, name in enumerate(FINISH_REASON_STRINGS)}
 
 
-def _unsupported(value: Any) -> Any:
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
-
-
-def _undecodable(wanted: type, value: Any) -> Any:
-    raise ValueError(f"{wanted.__name__} cannot be sent")
-
-
-_sampling_encoder = msgspec.msgpack.Encoder(enc_hook=_unsupported)
-_sampling_decoder = msgspec.msgpack.Decoder(SamplingParams, dec_hook=_undecodable)
+_sampling_encoder = msgspec.msgpack.Encoder()
+_sampling_decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def sampling_to_bytes(params: SamplingParams) -> bytes:
@@ -54,7 +45,7 @@ def sampling_to_bytes(params: SamplingParams) -> bytes:
     """
     try:
         return _sampling_encoder.encode(params)
-    except (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError) as exc:
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
 

@@ -296,10 +296,6 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         counted = None if half is None else half.stats.take()
         return ConnectorStats(data=counted) if counted else None
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
-
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.bridge.close()

@@ -47,9 +47,6 @@ class ConnectorStats(KVConnectorStats):
     data: name -> number, or list of numbers (see `Counters`).
     """
 
-    def reset(self) -> None:
-        self.data = {}
-
     def is_empty(self) -> bool:
         return not self.data
 
@@ -58,6 +55,3 @@ class ConnectorStats(KVConnectorStats):
         for name, value in other.data.items():
             merged[name] = merged[name] + value if name in merged else value
         return ConnectorStats(data=merged)
-
-    def reduce(self) -> dict[str, int | float]:
-        return {k: len(v) if isinstance(v, list) else v for k, v in self.data.items()}
