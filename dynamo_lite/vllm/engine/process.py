@@ -61,7 +61,8 @@ class EngineProcess:
         self.kv_events: VllmKvEvents | None = None
         #: vLLM's client; None before the start and after the end.
         self._client: Any = None
-        self._config: VllmConfig | None = None
+        #: Set when it is loaded.
+        self.config: VllmConfig
         self._rules: FirstTokenRules | None = None
         #: The model's length when it was loaded.
         self._loaded_len: int | None = None
@@ -92,11 +93,6 @@ class EngineProcess:
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
-
-    @property
-    def config(self) -> VllmConfig:
-        assert self._config is not None
-        return self._config
 
     @property
     def model(self) -> str:
@@ -151,8 +147,8 @@ class EngineProcess:
         )
 
     def _load(self) -> Any:
-        context, config = self._context, self._configure()
-        self._config = config
+        context = self._context
+        self.config = config = self._configure()
         if self._publishes_kv and config.kv_events_config is not None:
             self.kv_events = VllmKvEvents(config, context.on_drop)
         self._loaded_len = config.model_config.max_model_len

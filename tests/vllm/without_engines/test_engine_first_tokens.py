@@ -100,7 +100,7 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
             kv_sharing_fast_prefill=False,
         ),
     )
-    engine._client, engine._config = core, config
+    engine._client, engine.config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
     engine._rules = FirstTokenRules(config)
 
