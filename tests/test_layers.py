@@ -60,7 +60,7 @@ BUDGET = {
     "dynamo_lite/transfer": 1_257,
     "dynamo_lite/request_plane": 1_809,
     "dynamo_lite/disagg": 5_969,
-    "dynamo_lite/vllm": 6_566,
+    "dynamo_lite/vllm": 6_568,
     "dynamo_lite/forward": 4_498,
     "dynamo_lite/planner": 1_782,
     "dynamo_lite/serve": 4_908,

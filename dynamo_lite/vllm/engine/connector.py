@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,13 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
         self._block_size = vllm_config.cache_config.block_size
-        self._state_groups = groups_with_a_state(kv_cache_config)
         #: The scheduler half, also as what it is; None in a worker process, and before vLLM's
         #: blocks are there.
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._prefill: PrefillScheduler | None = None
         self._manager: KVCacheManager | None = None
+        self._state_groups: Sequence[int] = ()
         #: The worker half; None before the KV caches are there.
         self._opened: OpenedRank | None = None
         self._rank: DecodeRank | PrefillRank | None = None
@@ -177,6 +178,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         hand_out_runs(kv_cache_manager.block_pool)
         if self.role is not KVConnectorRole.SCHEDULER:
             return
+        self._state_groups = groups_with_a_state(self._kv_cache_config)
         self._scheduler = made = open_scheduler(
             self._engine_config,
             self._vllm_config,
