@@ -29,7 +29,7 @@ from dynamo_lite.disagg.decode.queue_watch import QueueView
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig, write_engine_config
 from dynamo_lite.disagg.queue.base import QueueConfig
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.vllm.engine import connector
+from dynamo_lite.vllm.engine import opened_scheduler
 from dynamo_lite.vllm.engine.engine_config import vllm_config
 
 _ABOUT = """\
@@ -66,7 +66,7 @@ class Steps:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         nobody = SimpleNamespace(call=lambda _: None)
-        with patch.object(connector, "ThreadBridge", lambda _: nobody):
+        with patch.object(opened_scheduler, "ThreadBridge", lambda _: nobody):
             cls = made.scheduler_config.get_scheduler_cls()
             self.engine = cls(made, cache, StructuredOutputManager(made), BLOCK, log_stats=True)
 

@@ -75,10 +75,8 @@ def most_embeds(config: VllmConfig) -> dict[str, int]:
     return dict.fromkeys(taken, budget.encoder_cache_size)
 
 
-def inputs_to_bytes(request: EngineCoreRequest) -> bytes | None:
-    """None for a prompt of tokens only. Raises VLLMValidationError if they cannot be sent."""
-    if not request.mm_features and request.prompt_embeds is None:
-        return None
+def inputs_to_bytes(request: EngineCoreRequest) -> bytes:
+    """Raises VLLMValidationError if they cannot be sent."""
     inputs = Inputs(
         features=request.mm_features or None,
         embeddings=request.prompt_embeds,

@@ -51,6 +51,7 @@ def generate_request(
         raise VLLMValidationError(f"Not served here: {exc}") from exc
     embedded = 0 if request.prompt_embeds is None else len(request.prompt_embeds)
     lora = request.lora_request
+    only_tokens = not request.mm_features and request.prompt_embeds is None
     message = GenerateRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids or [0] * embedded,
@@ -59,7 +60,7 @@ def generate_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=None if lora is None else Adapter(name=lora.lora_name, path=lora.lora_path),
-        inputs=inputs_to_bytes(request),
+        inputs=None if only_tokens else inputs_to_bytes(request),
         trace_headers=dict(request.trace_headers) if request.trace_headers else None,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
@@ -112,9 +113,11 @@ def generation(
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
     prompt, inputs = request.prompt_token_ids, Inputs()
+    text: Sequence[int] = prompt
     if request.inputs is not None:
         inputs = inputs_from_bytes(request.inputs, len(prompt), model, most_embeds)
-    _check_prompt(text_of(prompt, inputs), model)
+        text = text_of(prompt, inputs)
+    _check_prompt(text, model)
     if sampling.max_tokens is None:
         sampling.max_tokens = model.max_model_len - len(prompt)
     embedded = inputs.embeddings is not None
@@ -126,7 +129,7 @@ def generation(
                 elsewhere=False,
             )
         prompt = prompt + request.output_token_ids
-        _check_prompt(text_of(prompt, inputs), model)
+        _check_prompt([*text, *request.output_token_ids], model)
         _continue_after(len(request.output_token_ids), sampling)
     adapter, lora = loaded or (None, None)
     params = decode_params(request.timeout_s, time.monotonic(), adapter)

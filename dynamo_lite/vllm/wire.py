@@ -7,11 +7,8 @@ own struct, and validated when decoded.
 
 import logging
 import time
-from typing import Any
 
 import msgspec
-import numpy as np
-import torch
 from vllm.exceptions import VLLMError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
@@ -22,11 +19,11 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.vllm.compat import engine_error
+from dynamo_lite.vllm.logprobs import lists_of, rows_of, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +35,8 @@ _RESERVED = frozenset({KV_TRANSFER_PARAMS, "kv_cache_report_mode"})
 _FINISH_REASONS = {name: FinishReason(i) for i, name in enumerate(FINISH_REASON_STRINGS)}
 
 
-def _unsupported(value: Any) -> Any:
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
-
-
-def _undecodable(wanted: type, value: Any) -> Any:
-    raise ValueError(f"{wanted.__name__} cannot be sent")
-
-
-_sampling_encoder = msgspec.msgpack.Encoder(enc_hook=_unsupported)
-_sampling_decoder = msgspec.msgpack.Decoder(SamplingParams, dec_hook=_undecodable)
+_sampling_encoder = msgspec.msgpack.Encoder()
+_sampling_decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def sampling_to_bytes(params: SamplingParams) -> bytes:
@@ -56,7 +45,7 @@ def sampling_to_bytes(params: SamplingParams) -> bytes:
     """
     try:
         return _sampling_encoder.encode(params)
-    except (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError) as exc:
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
 
@@ -90,13 +79,13 @@ def delta_from_output(output: EngineCoreOutput, timestamp: float | None = None) 
         finish_reason=None if reason is None else FINISH_REASON_STRINGS[reason],
         stop_reason=output.stop_reason,
         prefill=None if stats is None else _prefill_counts(stats, output.events, timestamp),
-        logprobs=None if output.new_logprobs is None else _rows(*output.new_logprobs[:3]),
+        logprobs=None if output.new_logprobs is None else rows_of(output.new_logprobs),
         prompt_logprobs=(
             None
             if output.new_prompt_logprobs_tensors is None
-            else _rows(*(t.cpu().numpy() for t in output.new_prompt_logprobs_tensors[:3]))
+            else rows_of(output.new_prompt_logprobs_tensors.tolists())
         ),
-        error=None if reason is None else engine_error(output),
+        error=engine_error(output) if reason is FinishReason.ERROR else None,
     )
 
 
@@ -116,13 +105,9 @@ def output_from_delta(delta: TokenDelta, now: float) -> EngineCoreOutput:
         output.prefill_stats = _prefill_stats(delta.prefill)
         output.events = _events(delta.prefill, now)
     if delta.logprobs is not None:
-        output.new_logprobs = LogprobsLists(*_arrays(delta.logprobs))
+        output.new_logprobs = lists_of(delta.logprobs)
     if delta.prompt_logprobs is not None:
-        # Copied: torch needs writable memory.
-        ids, logprobs, ranks = (
-            torch.from_numpy(array.copy()) for array in _arrays(delta.prompt_logprobs)
-        )
-        output.new_prompt_logprobs_tensors = LogprobsTensors(ids, logprobs, ranks)
+        output.new_prompt_logprobs_tensors = tensors_of(delta.prompt_logprobs)
     return output
 
 
@@ -180,27 +165,3 @@ def _events(counts: PrefillCounts, now: float) -> list[EngineCoreEvent]:
         EngineCoreEvent(EngineCoreEventType.QUEUED, scheduled - counts.waited_s),
         EngineCoreEvent(EngineCoreEventType.SCHEDULED, scheduled),
     ]
-
-
-def _rows(token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> LogprobRows:
-    rows, width = logprobs.shape
-    return LogprobRows(
-        rows=rows,
-        width=width,
-        token_ids=token_ids.astype("<i8", copy=False).tobytes(),
-        logprobs=logprobs.astype("<f4", copy=False).tobytes(),
-        ranks=ranks.astype("<i8", copy=False).tobytes(),
-    )
-
-
-def _arrays(rows: LogprobRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    cells = rows.rows * rows.width
-    sizes = (len(rows.token_ids), len(rows.logprobs), len(rows.ranks))
-    if rows.rows < 0 or rows.width < 1 or sizes != (8 * cells, 4 * cells, 8 * rows.rows):
-        raise ProtocolError(f"logprobs of {rows.rows} x {rows.width} in {sizes} bytes")
-    shape = (rows.rows, rows.width)
-    return (
-        np.frombuffer(rows.token_ids, "<i8").reshape(shape),
-        np.frombuffer(rows.logprobs, "<f4").reshape(shape),
-        np.frombuffer(rows.ranks, "<i8"),
-    )

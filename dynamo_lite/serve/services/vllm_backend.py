@@ -22,7 +22,7 @@ from dynamo_lite.runtime.process.imports import import_large
 from dynamo_lite.serve.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 if TYPE_CHECKING:
-    from dynamo_lite.vllm.engine.core import EngineContext
+    from dynamo_lite.vllm.engine.process import EngineContext
 
 
 class VllmBackend:
@@ -66,7 +66,7 @@ class VllmBackend:
 
 def _context(host: Host, role: DecodeEngineConfig | PrefillEngineConfig | None) -> "EngineContext":
     """role: None for an engine without remote prefills."""
-    from dynamo_lite.vllm.engine.core import EngineContext
+    from dynamo_lite.vllm.engine.process import EngineContext
 
     spec, config = host.spec, None
     if role is not None:

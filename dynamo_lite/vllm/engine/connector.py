@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +25,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dynamo_lite.disagg.bridge import ThreadBridge
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_config import (
-    ENGINE_CONFIG_FILE,
-    PrefillEngineConfig,
-    read_engine_config,
-)
+from dynamo_lite.disagg.engine_api import BlockTables
+from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, read_engine_config
 from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.disagg.server_clients import NatsEtcdClients
 from dynamo_lite.runtime.process.death_signal import die_with_parent
 from dynamo_lite.runtime.process.logs import hold_lease
-from dynamo_lite.vllm.compat import hash_block_size
 from dynamo_lite.vllm.engine.arrivals import wait_for_arrival, waits_in_steps
-from dynamo_lite.vllm.engine.connector_types import (
-    ConnectorStats,
-    ReportMetadata,
-    StepMetadata,
-    engine_metadata,
-)
+from dynamo_lite.vllm.engine.connector_types import ConnectorStats, ReportMetadata, StepMetadata
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
-from dynamo_lite.vllm.engine.kv_groups import RequestBlocks
+from dynamo_lite.vllm.engine.kv_groups import groups_with_a_state, with_states
 from dynamo_lite.vllm.engine.kv_memory import preferred_layout
 from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank
+from dynamo_lite.vllm.engine.opened_scheduler import engine_metadata, open_scheduler
 from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
@@ -88,23 +79,17 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             check_kv(kv_cache_config, vllm_config)
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
-        #: None in a worker process, and before vLLM's blocks are there.
+        self._block_size = vllm_config.cache_config.block_size
+        #: The scheduler half, also as what it is; None in a worker process, and before vLLM's
+        #: blocks are there.
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
-        self._opened: OpenedRank | None = None
+        self._decode: DecodeScheduler | None = None
+        self._prefill: PrefillScheduler | None = None
         self._manager: KVCacheManager | None = None
-        self._blocks: RequestBlocks | None = None
-
-    @property
-    def _decode(self) -> DecodeScheduler | None:
-        return self._scheduler if isinstance(self._scheduler, DecodeScheduler) else None
-
-    @property
-    def _prefill(self) -> PrefillScheduler | None:
-        return self._scheduler if isinstance(self._scheduler, PrefillScheduler) else None
-
-    @property
-    def _rank(self) -> DecodeRank | PrefillRank | None:
-        return None if self._opened is None else self._opened.rank
+        self._state_groups: Sequence[int] = ()
+        #: The worker half; None before the KV caches are there.
+        self._opened: OpenedRank | None = None
+        self._rank: DecodeRank | PrefillRank | None = None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -121,6 +106,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             self._kv_cache_config,
         )
+        self._rank = self._opened.rank
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._opened is None else self._opened.handshake
@@ -180,7 +166,7 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.metadata = engine_metadata(
             self._engine_config,
-            self._vllm_config.cache_config.block_size,
+            self._block_size,
             self._kv_cache_config,
             [shake for _, shake in sorted(metadata.items())],
         )
@@ -190,43 +176,26 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         hand_out_runs(kv_cache_manager.block_pool)
-        if self.role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(kv_cache_manager)
-
-    def _make_scheduler(self, manager: "KVCacheManager") -> DecodeScheduler | PrefillScheduler:
-        config, cache = self._engine_config, self._vllm_config.cache_config
-        self._blocks = RequestBlocks(manager, self._kv_cache_config, cache.block_size)
-        clients = NatsEtcdClients(config)
-        if isinstance(config.role, PrefillEngineConfig):
-            return PrefillScheduler(
-                config,
-                cache.block_size,
-                manager.block_pool,
-                self._blocks.of,
-                clients=clients,
-                open_bridge=ThreadBridge,
-            )
-        hashed = hash_block_size(self._kv_cache_config, cache.block_size)
-        # With several KV groups a part of a prompt's blocks is no prefix that another one can hit:
-        # window and state groups keep its end only.
-        groups = len(self._kv_cache_config.kv_cache_groups)
-        prefixes = cache.enable_prefix_caching and groups == 1
-        if groups > 1:
-            logger.info(
-                "the model has %d KV groups: prefix reads, resumes, waits for shared prefixes and"
-                " first tokens from prefill workers are off",
-                groups,
-            )
-        return DecodeScheduler(
-            config,
-            cache.block_size,
-            manager.block_pool,
-            clients=clients,
-            open_bridge=ThreadBridge,
-            cache=manager.cache_blocks if prefixes else None,
-            hash_block_size=hashed if prefixes else None,
-            overlapping_steps=self._vllm_config.max_concurrent_batches,
+        if self.role is not KVConnectorRole.SCHEDULER:
+            return
+        self._state_groups = groups_with_a_state(self._kv_cache_config)
+        self._scheduler = made = open_scheduler(
+            self._engine_config,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_cache_manager,
+            self._tables,
         )
+        self._decode = made if isinstance(made, DecodeScheduler) else None
+        self._prefill = made if isinstance(made, PrefillScheduler) else None
+
+    def _tables(self, request_id: str, tokens: int) -> BlockTables:
+        """The table of each KV group for the request's first `tokens` tokens."""
+        assert self._manager is not None
+        tables = self._manager.get_block_ids(request_id)
+        if not self._state_groups:
+            return tables
+        return with_states(tables, self._state_groups, -(-tokens // self._block_size))
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -260,9 +229,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if self._decode is not None:
-            assert self._blocks is not None
             wanted = request.num_prompt_tokens - 1
-            tables = self._blocks.of(request.request_id, wanted) if num_external_tokens else ()
+            tables = self._tables(request.request_id, wanted) if num_external_tokens else ()
             self._decode.state_after_alloc(request, tables, num_external_tokens)
             # vLLM counts tokens as cached that a prefill worker has computed for this request.
             cached = self._decode.cached_tokens(request.request_id)
@@ -283,10 +251,9 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         `DecodeScheduler.build_step`."""
         if self._decode is not None:
             assert self._manager is not None
-            size = self._vllm_config.cache_config.block_size
             speculation = self._vllm_config.speculative_config
             drafts = 0 if speculation is None else speculation.num_speculative_tokens
-            filling = filling_blocks(scheduler_output, self._manager, size, drafts)
+            filling = filling_blocks(scheduler_output, self._manager, self._block_size, drafts)
             step = self._decode.build_step(filling, in_use=in_use)
             idle = not scheduler_output.num_scheduled_tokens
             step.wait = self._waits and idle and self._decode.prefills.jobs > 0
@@ -330,10 +297,6 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._scheduler if self._rank is None else self._rank
         counted = None if half is None else half.stats.take()
         return ConnectorStats(data=counted) if counted else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

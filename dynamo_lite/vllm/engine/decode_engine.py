@@ -13,7 +13,8 @@ from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
 from dynamo_lite.vllm import requests
-from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.core import VllmEngine
+from dynamo_lite.vllm.engine.process import EngineContext
 from dynamo_lite.vllm.first_token import stop_tokens
 from dynamo_lite.vllm.inputs import most_embeds
 from dynamo_lite.vllm.wire import delta_from_output

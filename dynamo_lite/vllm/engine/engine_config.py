@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 
 from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.engine.arrivals import ArrivalScheduler, AsyncArrivalScheduler
 from dynamo_lite.vllm.engine.connector_types import CONNECTOR
-from dynamo_lite.vllm.engine.kv_events import kv_events_config
 from dynamo_lite.vllm.engine.short_first import AsyncShortFirst, ShortFirst
 from dynamo_lite.vllm.engine.supported import WITHOUT, check_config
 
@@ -35,7 +35,7 @@ def vllm_config(
     kv_events: bool = False,
 ) -> VllmConfig:
     """flags: those of `vllm serve`. engine_config: None for an engine without remote prefills.
-    kv_events: whether the engine publishes the events of its prefix cache.
+    kv_events: whether the engine publishes the events of its prefix cache, if it has exactly one.
 
     Raises StartupError for an engine that does not support remote prefills.
     """
@@ -46,9 +46,14 @@ def vllm_config(
     if engine_config is not None:
         args.kv_transfer_config = transfer_config(engine_config, engine_config_path, _beside(args))
     if kv_events:
-        args.kv_events_config = kv_events_config()
+        args.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=get_open_zmq_ipc_path()
+        )
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    one = config.parallel_config.data_parallel_size == 1
+    if kv_events and not (one and config.cache_config.enable_prefix_caching):
+        config.kv_events_config = None
     if engine_config is not None:
         if config.scheduler_config.scheduler_cls is None:
             config.scheduler_config.scheduler_cls = _scheduler(config, engine_config)
@@ -92,15 +97,6 @@ def transfer_config(
         },
     }
     return KVTransferConfig(engine_id=engine_config.engine_id, **(ours | multi))
-
-
-def own_counts(config: VllmConfig, counts: dict[str, Any]) -> dict[str, Any]:
-    """The statistics of our connector alone. counts: those of all; by connector if there are
-    several."""
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == CONNECTOR:
-        return counts
-    return counts.get(CONNECTOR, {})
 
 
 def _beside(args: AsyncEngineArgs) -> KVTransferConfig | None:

@@ -16,13 +16,12 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 import zmq.asyncio
-from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.utils.network_utils import get_open_zmq_ipc_path
 
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 from dynamo_lite.routing.kv_chain import ChainHash, extend, root_hash
-from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.drops import OnDrop
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +36,13 @@ _WHOLE = ("full_attention", "mla_attention", "sink_full_attention")
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
-def kv_events_config() -> KVEventsConfig:
-    """The configuration with which vLLM publishes to `VllmKvEvents`, at a new endpoint."""
-    return KVEventsConfig(
-        enable_kv_cache_events=True, publisher="zmq", endpoint=get_open_zmq_ipc_path()
-    )
-
-
-def followed(engine: VllmConfig, on_drop: OnDrop = uncounted) -> "VllmKvEvents | None":
-    """Returns what follows the engine, which must have exactly one prefix cache. If it does not,
-    its events are turned off."""
-    parallel, cache = engine.parallel_config, engine.cache_config
-    if not cache.enable_prefix_caching or parallel.data_parallel_size > 1:
-        engine.kv_events_config = None
-        return None
-    return VllmKvEvents(engine, on_drop)
-
-
 class VllmKvEvents:
     """The blocks that one engine holds, according to its events. Implements `KvEvents`.
 
     Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
     embeddings) get no hash, and neither do the blocks behind them. Of a model with several KV
-    groups one is followed, see `follow`. engine: with `kv_events_config`.
+    groups one is followed, see `follow`. engine: its configuration
+    has where it publishes.
     """
 
     def __init__(self, engine: VllmConfig, on_drop: OnDrop):

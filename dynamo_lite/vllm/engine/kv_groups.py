@@ -6,7 +6,6 @@ attention) keep one state for all tokens so far, in the last block of their tabl
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.v1.kv_cache_interface import (
@@ -18,9 +17,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from dynamo_lite.protocol.prefill import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 def specs_of(config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
@@ -62,26 +58,23 @@ def _described(spec: KVCacheSpec) -> list[str]:
     return described
 
 
-class RequestBlocks:
-    """The blocks of a manager's requests. block_size: in tokens."""
+def groups_with_a_state(config: KVCacheConfig) -> list[int]:
+    """Their numbers."""
+    return [n for n, spec in enumerate(_kinds(config)) if isinstance(spec, MambaSpec)]
 
-    def __init__(self, manager: "KVCacheManager", config: KVCacheConfig, block_size: int):
-        self._manager, self._size = manager, block_size
-        self._states = [isinstance(spec, MambaSpec) for spec in _kinds(config)]
 
-    def of(self, request_id: str, tokens: int) -> Sequence[Sequence[int]]:
-        """Returns the table of each group for the request's first `tokens` tokens.
+def with_states(
+    tables: Sequence[Sequence[int]], groups: Sequence[int], count: int
+) -> Sequence[Sequence[int]]:
+    """A request's tables for its first `count` blocks.
 
-        In the table of a state, it is the last block, and the others are null.
-        """
-        tables = self._manager.get_block_ids(request_id)
-        if not any(self._states):
-            return tables
-        count = -(-tokens // self._size)
-        return [
-            _state_table(table, count) if state else table
-            for state, table in zip(self._states, tables, strict=True)
-        ]
+    In the table of a state, it is the last block, and the others are null. groups: of
+    `groups_with_a_state`.
+    """
+    return [
+        _state_table(table, count) if number in groups else table
+        for number, table in enumerate(tables)
+    ]
 
 
 def _state_table(table: Sequence[int], count: int) -> list[int]:

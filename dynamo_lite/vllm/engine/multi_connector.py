@@ -9,6 +9,7 @@ from typing import cast
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
@@ -41,6 +42,11 @@ class MultiConnector(multi_connector.MultiConnector):
             for child, config in cls._get_connector_classes_and_configs(vllm_config)
         )
         return needed or preferred
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Ours. Nothing reads the other one's; it keeps them until they are taken."""
+        self._other.get_kv_connector_stats()
+        return self._ours.get_kv_connector_stats()
 
     def leader_of(self, request_id: str) -> str | None:
         return self._ours.leader_of(request_id)

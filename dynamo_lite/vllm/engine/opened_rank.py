@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.platforms import current_platform
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
@@ -18,7 +19,6 @@ from dynamo_lite.runtime.claim_cells import CellReader
 from dynamo_lite.transfer.base import Mover, PollLimit
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
-from dynamo_lite.vllm.engine.connector_types import RankHandshake
 from dynamo_lite.vllm.engine.kv_memory import rank_index, register, storages_of
 from dynamo_lite.vllm.engine.supported import refusal_recorded
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 #: engine releases the blocks. Longer than that timeout: so the write to a host that is lost fails
 #: before this engine has to end.
 _MOVE = 0.5
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """From each rank to the scheduler half, once."""
+
+    #: The rank's `RankMetadata` in msgpack.
+    rank: bytes
+    #: Those of its layers' blocks, see `kv_memory.py`.
+    layouts: frozenset[str]
 
 
 @dataclass(frozen=True)

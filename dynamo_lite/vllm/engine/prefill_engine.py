@@ -10,8 +10,9 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.claim_cells import Cell
 from dynamo_lite.vllm import requests
-from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.core import VllmEngine
 from dynamo_lite.vllm.engine.fingerprint import check_peer
+from dynamo_lite.vllm.engine.process import EngineContext
 
 
 class VllmPrefillEngine(VllmEngine):

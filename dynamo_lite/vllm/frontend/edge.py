@@ -8,27 +8,18 @@ with an error event
 """
 
 import asyncio
-import json
 import math
 from contextvars import ContextVar
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMValidationError
 
-from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
-    DynamoLiteError,
-    Overloaded,
-    Refused,
-)
-from dynamo_lite.protocol.generate import EngineError
 from dynamo_lite.protocol.trace import TRACEPARENT, TraceContext, trace_of
-from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
+from dynamo_lite.vllm.frontend.refusal import TIMEOUT_HEADER, error_event, refuse
 from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 
-TIMEOUT_HEADER = "x-request-timeout"
 SESSION_HEADER = "x-session-id"
 
 #: A retry may succeed after these.
@@ -46,31 +37,6 @@ def current_context() -> RequestContext | None:
     return _context.get()
 
 
-def http_error(error: DynamoLiteError) -> VLLMError:
-    """Returns the exception that vLLM's app answers with the right status for `error`."""
-    if isinstance(error, Refused):
-        return VLLMValidationError(error.reason)
-    if isinstance(error, DeadlineExceeded):
-        return GracefulHTTPError(late_message(error.after_s), HTTPStatus.GATEWAY_TIMEOUT)
-    if isinstance(error, Overloaded):
-        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
-    return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-def engine_failure(error: EngineError) -> VLLMError:
-    """As `http_error`, for a request that its engine has ended with an error."""
-    if error.invalid:
-        return VLLMValidationError(error.message)
-    status = HTTPStatus.SERVICE_UNAVAILABLE if error.retryable else HTTPStatus.INTERNAL_SERVER_ERROR
-    return GracefulHTTPError(error.message, status)
-
-
-def late_message(after_s: float) -> str:
-    """The error message for a request with a timeout of `after_s`."""
-    seconds = math.ceil(after_s * 10) / 10
-    return f"The request did not finish within its {seconds:g} s ({TIMEOUT_HEADER})"
-
-
 class Edge:
     """ASGI middleware.
 
@@ -86,17 +52,17 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        now = asyncio.get_running_loop().time()
+        now, headers = asyncio.get_running_loop().time(), Headers(scope=scope)
         try:
-            timeout_s = self._timeout_s(scope)
-        except ValueError as exc:
-            return await refuse(send, HTTPStatus.BAD_REQUEST, str(exc), param=TIMEOUT_HEADER)
-        session = (header(scope, SESSION_HEADER.encode()) or b"").decode("latin-1")[:MAX_SESSION]
+            timeout_s = self._timeout_s(headers.get(TIMEOUT_HEADER))
+        except VLLMValidationError as exc:
+            return await refuse(send, exc)
+        session = headers.get(SESSION_HEADER, "")[:MAX_SESSION] or None
         context = RequestContext(
-            timeout_s, deadline=now + timeout_s, session=session or None, trace=_trace_of(scope)
+            timeout_s, deadline=now + timeout_s, session=session, trace=_trace_of(scope)
         )
-        token = _context.set(context)
         answer = _Answer(send, context)
+        token = _context.set(context)
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
@@ -106,9 +72,8 @@ class Edge:
         finally:
             _context.reset(token)
 
-    def _timeout_s(self, scope: Scope) -> float:
-        """Raises ValueError with a message for the client."""
-        text = header(scope, TIMEOUT_HEADER.encode())
+    def _timeout_s(self, text: str | None) -> float:
+        """text: the header. Raises VLLMValidationError."""
         if text is None:
             return self._default_timeout_s
         try:
@@ -116,9 +81,9 @@ class Edge:
         except ValueError:
             timeout_s = math.nan
         if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(
-                f"{TIMEOUT_HEADER}: expected seconds as a number greater than 0,"
-                f" got {text.decode('latin-1')!r}"
+            raise VLLMValidationError(
+                f"expected seconds as a number greater than 0, got {text!r}",
+                parameter=TIMEOUT_HEADER,
             )
         return min(timeout_s, self._max_timeout_s)
 
@@ -159,28 +124,17 @@ class _Answer:
                 await self._send(one)
         # vLLM does not know our errors as events of /v1/messages.
         if error is not None and body.startswith(b"event: error"):
-            message = {**message, "body": _error_event(error)}
+            message = {**message, "body": error_event(error)}
         await self._send(message)
 
     async def fail(self, error: VLLMError) -> None:
         """The request has failed in an event stream: the error in the place of the stream, or as
         its last event."""
         if not self._held:
-            return await self._send({"type": "http.response.body", "body": _error_event(error)})
-        head, self._held, self._replaced = self._held[0], [], True
-        body, status = _error_body(error), create_error_response(error).error.code
-        await self._send(_with_retry_after(json_head(status, body, head.get("headers", ()))))
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _error_body(error: VLLMError) -> bytes:
-    """As all APIs have it: Anthropic's also names its type outside."""
-    info = create_error_response(error).error
-    return json.dumps({"type": "error", "error": info.model_dump()}).encode()
-
-
-def _error_event(error: VLLMError) -> bytes:
-    return b"event: error\ndata: %b\n\n" % _error_body(error)
+            return await self._send({"type": "http.response.body", "body": error_event(error)})
+        head, self._held = self._held[0], []
+        await refuse(self.send, error, head.get("headers", ()))
+        self._replaced = True
 
 
 def _with_retry_after(head: Message) -> Message:

@@ -30,7 +30,7 @@ from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolEr
 from dynamo_lite.protocol.generate import Adapter
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.store import Store, WatchEvent, changes, following
-from dynamo_lite.vllm.frontend.edge import http_error
+from dynamo_lite.vllm.frontend.refusal import http_error
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,9 @@ from dynamo_lite.vllm.requests import generate_request
 #: A timer may fire this much before its deadline.
 _ROUNDING_S = 0.01
 
+#: By which refusals are counted; all others as "no_worker".
+_REASONS = {Refused: "rejected", Overloaded: "busy", DeadlineExceeded: "late"}
+
 
 class Intake:
     """The requests of one Frontend.
@@ -69,7 +72,7 @@ class Intake:
 
     def late(self, context: RequestContext) -> DynamoLiteError:
         """Counts a request whose time was over before it was submitted; returns its error."""
-        return self._refusal(DeadlineExceeded("the request", context.timeout_s), "late")
+        return self._refusal(DeadlineExceeded("the request", context.timeout_s))
 
     async def submit(
         self, request: EngineCoreRequest, context: RequestContext | None, *, causal: bool
@@ -102,7 +105,10 @@ class Intake:
             await self._failover.submit(message, movable=plan)
         except DynamoLiteError as exc:
             self.leave(message.request_id, "refused", str(exc))
-            raise self._refusal(exc, late=_is_late(context)) from exc
+            if isinstance(exc, DeadlineExceeded) and not _is_late(context):
+                # A worker timed out; the request itself has time left.
+                raise self._refusal(NoWorkers(str(exc))) from exc
+            raise self._refusal(exc) from exc
         except BaseException:
             self.leave(message.request_id, "abort")
             raise
@@ -131,24 +137,9 @@ class Intake:
         if request_ids:
             await self._failover.abort(request_ids)
 
-    def _refusal(
-        self, error: DynamoLiteError, reason: str = "", *, late: bool = False
-    ) -> DynamoLiteError:
-        """Counts the error as `reason` and returns the error for the client.
-
-        late: the request has no time left.
-        """
-        if isinstance(error, DeadlineExceeded) and not (late or reason == "late"):
-            # A worker timed out; the request itself has time left.
-            error = NoWorkers(str(error))
-        if not reason:
-            if isinstance(error, Refused):
-                reason = "rejected"
-            elif isinstance(error, Overloaded):
-                reason = "busy"
-            else:
-                reason = "late" if isinstance(error, DeadlineExceeded) else "no_worker"
-        self.refused[reason] += 1
+    def _refusal(self, error: DynamoLiteError, reason: str = "") -> DynamoLiteError:
+        """Counts the error, and returns it. reason: default by its type."""
+        self.refused[reason or _REASONS.get(type(error), "no_worker")] += 1
         return error
 
 

@@ -24,7 +24,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-from vllm.exceptions import VLLMError
+from vllm.exceptions import GracefulHTTPError, VLLMError
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,7 +42,7 @@ from dynamo_lite.vllm.frontend.graph_adapters import (
     add_routes,
 )
 from dynamo_lite.vllm.frontend.intake import OpenIntake
-from dynamo_lite.vllm.frontend.refusal import refuse
+from dynamo_lite.vllm.frontend.refusal import CLOSE, refuse
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore, SequenceEnd
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
@@ -243,14 +243,10 @@ class KeyGuard(AuthenticationMiddleware):
             return await self.app(scope, receive, send)
         if self.verify_token(Headers(scope=scope)):
             return await self.app(scope, receive, send)
-        await refuse(
-            send,
-            HTTPStatus.UNAUTHORIZED,
-            "This server asks for an API key: send `Authorization: Bearer KEY`",
-            kind="Unauthorized",
-            # The body is not read.
-            headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
-        )
+        text = "This server asks for an API key: send `Authorization: Bearer KEY`"
+        error = GracefulHTTPError(text, HTTPStatus.UNAUTHORIZED)
+        # The body is not read.
+        await refuse(send, error, [(b"www-authenticate", b"Bearer"), CLOSE])
 
     def _open(self, scope: Scope) -> bool:
         method = scope.get("method")

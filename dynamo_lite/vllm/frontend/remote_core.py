@@ -7,7 +7,6 @@ which its app answers with 501.
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -16,11 +15,13 @@ from vllm.lora.request import LoRARequest
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.vllm.frontend.edge import current_context, engine_failure, http_error
+from dynamo_lite.vllm.frontend.edge import current_context
 from dynamo_lite.vllm.frontend.intake import Intake
+from dynamo_lite.vllm.frontend.refusal import engine_failure, http_error
 from dynamo_lite.vllm.frontend.request_context import RequestContext
 from dynamo_lite.vllm.wire import output_or_error
 
@@ -49,9 +50,8 @@ class RemoteCore(EngineCoreClient):
         self._intake, self._deliveries, self._causal = intake, deliveries, causal
         #: The HTTP requests of the sequences at workers.
         self._contexts: dict[str, RequestContext] = {}
-        #: Ends a sequence, by its id, with an error; returns the other sequences that end with it.
-        #: Set by the client.
-        self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
+        #: vLLM's states of the sequences. Set by the client.
+        self.processor: OutputProcessor
 
     def check_admission(self, n: int) -> None:
         """Raises the 503 without a worker, the 429 if `n` more requests are too many."""
@@ -77,6 +77,9 @@ class RemoteCore(EngineCoreClient):
             await self._intake.submit(request, context, causal=self._causal)
         except BaseException as exc:
             self._contexts.pop(request.request_id, None)
+            # A local engine takes every request. A worker may refuse, or the caller may cancel
+            # while the request is being placed: then its state must be removed.
+            self.processor.abort_requests([request.request_id], internal=True)
             error = http_error(exc) if isinstance(exc, DynamoLiteError) else exc
             if context is not None and isinstance(error, VLLMError):
                 context.error = error
@@ -117,10 +120,16 @@ class RemoteCore(EngineCoreClient):
         await self._fail(ended.request_id, http_error(ended.error))
 
     async def _fail(self, request_id: str, error: VLLMError) -> None:
-        """Also aborts the other sequences of the same request."""
+        """Ends the request of one sequence with `error`, and aborts its other sequences."""
         if (context := self._contexts.pop(request_id, None)) is not None:
             context.error = error
-        await self.abort_requests_async(self.fail(request_id, error))
+        state = self.processor.request_states.get(request_id)
+        if state is None or state.queue is None:
+            return
+        owner = request_id if state.parent_req is None else state.parent_req.request_id
+        ended = self.processor.abort_requests([owner], internal=True)
+        state.queue.put(error)
+        await self.abort_requests_async([other for other in ended if other != request_id])
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: failover client and transport belong to the component."""

@@ -24,9 +24,10 @@ from dynamo_lite.protocol.errors import EngineDied, ProtocolError, Refused
 from dynamo_lite.protocol.generate import Adapter, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenWanted
 from dynamo_lite.runtime.claim_cells import Cell
-from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.core import VllmEngine
 from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
+from dynamo_lite.vllm.engine.process import EngineContext
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
@@ -98,9 +99,8 @@ def start(engine: VllmEngine, core: EngineCore) -> None:
             sliding_window=None,
             kv_sharing_fast_prefill=False,
         ),
-        kv_transfer_config=SimpleNamespace(kv_connector="DynamoLiteConnector"),
     )
-    engine._client, engine._config = core, config
+    engine._client, engine.config = core, config
     engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
     engine._rules = FirstTokenRules(config)
 

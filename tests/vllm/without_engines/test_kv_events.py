@@ -9,20 +9,16 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
 from dynamo_lite.routing.kv_chain import chain_hashes
-from dynamo_lite.vllm.engine.kv_events import followed, kv_events_config
+from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 
 BLOCK = 4
 TOKENS = list(range(50, 62))
 CHAIN = chain_hashes(TOKENS, BLOCK)
 
 
-def config(*, caching: bool = True, replicas: int = 1) -> Any:
-    """What of vLLM's is looked at."""
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=caching),
-        parallel_config=SimpleNamespace(data_parallel_size=replicas),
-        kv_events_config=kv_events_config(),
-    )
+CONFIG: Any = SimpleNamespace(
+    cache_config=SimpleNamespace(block_size=BLOCK), kv_events_config=SimpleNamespace(endpoint="")
+)
 
 
 class Engine:
@@ -30,9 +26,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.drops: list[str] = []
-        events = followed(config(), self.drops.append)
-        assert events is not None
-        self.events = events
+        self.events = VllmKvEvents(CONFIG, self.drops.append)
         self.number = 0
 
     def __call__(self, *events: Any) -> list[Any]:
@@ -151,10 +145,3 @@ def test_a_lost_batch_leaves_only_what_comes_after_it(engine: Engine):
 def test_tokens_that_do_not_fit_are_dropped(engine: Engine):
     assert engine(stored(0, 2, token_ids=TOKENS[:3])) == []
     assert engine.drops == ["kv_event"]
-
-
-@pytest.mark.parametrize("other", [{"caching": False}, {"replicas": 2}])
-def test_engines_without_one_prefix_cache_are_not_followed(other: dict):
-    engine = config(**other)
-    assert followed(engine) is None
-    assert engine.kv_events_config is None

@@ -1,6 +1,5 @@
 """vLLM's KV groups: a request's blocks in each, and their memory."""
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from dynamo_lite.vllm.engine import kv_memory
-from dynamo_lite.vllm.engine.kv_groups import RequestBlocks, groups_print
+from dynamo_lite.vllm.engine.kv_groups import groups_print, groups_with_a_state, with_states
 from dynamo_lite.vllm.engine.kv_memory import first_head, register
 from tests.twins.mover import MemoryFabric, MemoryMover
 from tests.vllm.without_engines.test_kv_memory import config
@@ -35,21 +34,15 @@ def kv(*specs: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def blocks_of(tables: tuple[list[int], ...], *specs: KVCacheSpec) -> RequestBlocks:
-    manager = cast("Any", SimpleNamespace(get_block_ids=lambda _: tables))
-    return RequestBlocks(manager, kv(*specs), 32)
-
-
 def test_attention_groups_have_vllm_s_own_tables():
-    tables = ([1, 2, 3], [0, 4, 5])
-    assert blocks_of(tables, FULL, WINDOW).of("r1", 80) is tables
+    assert groups_with_a_state(kv(FULL, WINDOW)) == []
 
 
 @pytest.mark.parametrize("state", [[7], [0, 0, 7], [0, 6, 7]], ids=["none", "align", "two"])
 def test_a_state_is_in_the_last_block(state):
     """With vLLM's prefix cache a state has a block by its position, without it only one."""
-    found = blocks_of(([1, 2, 3], state), FULL, STATE).of("r1", 80)
-    assert list(found) == [[1, 2, 3], [0, 0, 7]]
+    groups = groups_with_a_state(kv(FULL, STATE))
+    assert with_states(([1, 2, 3], state), groups, 3) == [[1, 2, 3], [0, 0, 7]]
 
 
 def test_groups_are_compared_by_kind_window_and_state(monkeypatch: pytest.MonkeyPatch):

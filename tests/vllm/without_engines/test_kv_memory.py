@@ -17,8 +17,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.vllm.engine import kv_memory
-from dynamo_lite.vllm.engine.connector_types import RankHandshake, engine_metadata
 from dynamo_lite.vllm.engine.kv_memory import first_head, register
+from dynamo_lite.vllm.engine.opened_rank import RankHandshake
+from dynamo_lite.vllm.engine.opened_scheduler import engine_metadata
 from tests.twins.mover import MemoryFabric, MemoryMover
 
 

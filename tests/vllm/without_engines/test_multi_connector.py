@@ -121,6 +121,14 @@ def test_blocks_that_a_prefill_worker_fills_are_not_saved_any_more():
     assert isinstance(made.metadata[0], StepMetadata)
 
 
+def test_the_other_one_s_statistics_are_dropped():
+    taken: list[str] = []
+    own = SimpleNamespace(get_kv_connector_stats=lambda: "ours")
+    other = SimpleNamespace(get_kv_connector_stats=lambda: taken.append("theirs"))
+    assert both(cast("Any", own), other).get_kv_connector_stats() == "ours"
+    assert taken == ["theirs"], "or they would grow"
+
+
 def test_what_the_other_one_loads_is_saved_as_ever():
     first, second = Ours(0), Other(64)
     multi = both(first, second)

@@ -1,5 +1,9 @@
 """The engine core of the Frontend's engine client, over a failover client that only records."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from vllm import SamplingParams
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -12,7 +16,8 @@ from tests.unit.frontend_core import CoreScene
 
 
 class Scene(CoreScene):
-    """siblings: sequence id -> the other sequences of its request."""
+    """siblings: sequence id -> the other sequences of its request. In the place of vLLM's states of
+    sequences."""
 
     def __init__(self, siblings: dict[str, list[str]]) -> None:
         super().__init__(in_flight=8)
@@ -21,14 +26,21 @@ class Scene(CoreScene):
         self.raised: list[tuple[str, Exception]] = []
         self._siblings = siblings
         self.core = RemoteCore(self.intake, self.deliveries, causal=True)
-        self.core.fail = self._fail
+        self.request_states: dict[str, Any] = {}
+        self.core.processor = cast("Any", self)
 
-    def _fail(self, request_id: str, error: Exception) -> list[str]:
+    def abort_requests(self, request_ids: list[str], *, internal: bool) -> list[str]:
+        [request_id] = request_ids
+        assert internal
+        return [request_id, *self._siblings.get(request_id, [])]
+
+    def _fail(self, request_id: str, error: Exception) -> None:
         self.failed.append((request_id, str(error)))
         self.raised.append((request_id, error))
-        return self._siblings.get(request_id, [])
 
     async def add(self, request_id: str) -> None:
+        queue = SimpleNamespace(put=partial(self._fail, request_id))
+        self.request_states[request_id] = SimpleNamespace(queue=queue, parent_req=None)
         await self.core.add_request_async(
             EngineCoreRequest(
                 request_id=request_id,

@@ -18,7 +18,8 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listening import TcpServer
 from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.request_head import most_pending
-from dynamo_lite.serve.services.frontend.http_entry import QuietPaths, limited_protocol
+from dynamo_lite.serve.services.frontend.http_entry import limited_protocol
+from dynamo_lite.vllm.access_log import QuietPaths
 from dynamo_lite.vllm.http_options import HttpOptions
 
 _access = logging.getLogger("uvicorn.access")

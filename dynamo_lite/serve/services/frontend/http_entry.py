@@ -1,6 +1,5 @@
-"""What a request meets around vLLM's app: limits on its head, own pages, the access log."""
+"""What a request meets around vLLM's app: limits on its head, own pages."""
 
-import logging
 from collections.abc import Iterable
 
 from starlette.routing import Route
@@ -10,9 +9,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dynamo_lite.runtime.pending import PendingConnections
 from dynamo_lite.runtime.request_head import RequestHeadDeadline
 from dynamo_lite.vllm.http_options import HttpOptions
-
-#: Of a path and query, in the access log.
-_LOGGED_CHARS = 1024
 
 
 class OwnPages:
@@ -82,21 +78,3 @@ class _Protocol(RequestHeadDeadline, HttpToolsProtocol):
 def limited_protocol(options: HttpOptions, pending: PendingConnections) -> type[_Protocol]:
     limits = {"max_head_bytes": options.max_head_bytes, "max_headers": options.max_headers}
     return type("LimitedProtocol", (_Protocol,), limits | {"pending": pending})
-
-
-class QuietPaths(logging.Filter):
-    """For the logger `uvicorn.access`: the third argument of its records is the path and query,
-    which is cut if it is long."""
-
-    def __init__(self, paths: frozenset[str]):
-        super().__init__()
-        self._paths = paths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        args = record.args
-        if not isinstance(args, tuple) or len(args) <= 2:
-            return True
-        path = str(args[2])
-        # A stranger's may have 64 KiB.
-        record.args = (*args[:2], path[:_LOGGED_CHARS], *args[3:])
-        return path.partition("?")[0] not in self._paths
