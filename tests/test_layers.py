@@ -39,7 +39,7 @@ HOMES = {
     "pydantic": ("vllm/frontend",),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
-    "typer": ("serve", "cli"),
+    "typer": ("forward/commands.py", "serve", "cli"),
 }
 
 #: Files, and folders of files, with values in and values out.

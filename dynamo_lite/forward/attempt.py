@@ -5,14 +5,16 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import math
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
+from multidict import CIMultiDict
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
-from dynamo_lite.forward.client import Answer, Client, Incoming
+from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
@@ -22,11 +24,11 @@ from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
-from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, PrefillAnswer
+from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, LegOrder, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import object_of, prefill_answer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.protocol.forwarding import LegTaken
+from dynamo_lite.protocol.forwarding import ForwardAttempt, LegTaken
 
 #: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
@@ -66,50 +68,58 @@ class ForwardParts:
         }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ForwardJob:
-    """One request in flight, the client that gets its answer, and the engines that it has tried."""
+    """One request in flight, the client that gets its answer, and what it has tried."""
 
-    incoming: Incoming
+    method: str
+    #: Path with the query, encoded; begins with a slash.
+    path: str
+    #: Of `headers.to_engine`.
+    headers: CIMultiDict[str]
+    #: Of `headers.client_id`.
+    client_id: str
     request: ClientRequest
     client: Client
     #: For `explain`.
     note: RequestNote
     tried: Tried = field(default_factory=Tried)
-    #: Decode engines that failed.
-    failed: int = 0
 
 
 class RequestAttempt:
-    """Context manager: at its end all legs are closed. ids: None without a prefill leg."""
+    """Context manager: at its end all legs are closed."""
 
-    def __init__(
-        self,
-        parts: ForwardParts,
-        job: ForwardJob,
-        placement: EnginePlacement,
-        ids: HandoverAttempt | None,
-    ):
+    #: Only with a prefill leg.
+    prefill: KnownEngine
+    ids: HandoverAttempt
+
+    def __init__(self, parts: ForwardParts, job: ForwardJob, placement: EnginePlacement):
         self.parts, self.job, self.placement = parts, job, placement
+        self.order: LegOrder = "alone"
+        told = ForwardAttempt(alone=placement.alone, choices=placement.choices)
+        request_id = ""
+        if placement.prefill is not None:
+            self.prefill = placement.prefill
+            sequences = job.request.sequences if parts.protocol.batches else 1
+            self.ids = HandoverAttempt(
+                route=job.request.route,
+                unique=secrets.token_hex(16),
+                client_id=job.client_id,
+                rooms=tuple(secrets.randbits(63) for _ in range(sequences)),
+                prefill=self.prefill.peer,
+                decode=placement.decode.peer,
+            )
+            self.order = told.order = parts.protocol.order_for(self.prefill.peer)
+            request_id = self.ids.request_id
+        job.note.tries(told, placement.prompt_tokens, request_id)
         #: All events of a prefill leg that streams.
         self.prefill_events = b""
         #: When the prefill leg ended, in the loop's time.
         self._prefilled_at = math.inf
-        self._ids = ids
         self._taken: dict[LegKind, LegTaken] = {}
         self._responses: dict[LegKind, EngineAnswer] = {}
         #: Why the decode engine would wait for the prefill engine's KV in vain.
         self._vain: LegFailed | None = None
-
-    @property
-    def prefill(self) -> KnownEngine:
-        assert self.placement.prefill is not None
-        return self.placement.prefill
-
-    @property
-    def ids(self) -> HandoverAttempt:
-        assert self._ids is not None
-        return self._ids
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +127,7 @@ class RequestAttempt:
     def __exit__(self, _: object, why: BaseException | None, __: object) -> None:
         failed = why if isinstance(why, LegFailed) else None
         if self.placement.prefill is not None:
-            self.placement.prefill.on_end.discard(self._prefill_ended)
+            self.prefill.on_end.discard(self._prefill_ended)
         for response in self._responses.values():
             response.close()
         for leg in ("prefill", "decode"):
@@ -142,15 +152,15 @@ class RequestAttempt:
         """Returns the head of a successful answer, without the leg's hidden id. Raises LegFailed,
         and Final with the engine's answer for a 4xx, and for any error on a route that is passed
         on. leg: None: the client's own body and headers."""
-        incoming, note, prefill = self.job.incoming, self.job.note, kind == "prefill"
+        job, note, prefill = self.job, self.job.note, kind == "prefill"
         taken = self._taken[kind] = note.leg_begins(kind, engine.name)
-        data = self.job.request.data if leg is None else msgspec.json.encode(leg.body)
+        data = job.request.data if leg is None else msgspec.json.encode(leg.body)
         leg = leg or Leg({})
-        head = incoming.headers.copy()
+        head = job.headers.copy()
         head.update(leg.headers)
         try:
             response = self._responses[kind] = await self.parts.upstream.send(
-                engine, kind, incoming.method, incoming.path, head, data or None
+                engine, kind, job.method, job.path, head, data or None
             )
             if self._vain is not None:
                 response.fail(self._vain)
@@ -173,7 +183,7 @@ class RequestAttempt:
         answer = Answer(status, head, body)
         if 400 <= status < 500:
             raise refused(engine, kind, answer)
-        if not (self.job.request.route and (prefill or status in _RETRIED)):
+        if not (job.request.route and (prefill or status in _RETRIED)):
             raise Final(answer)
         raise LegFailed(engine, kind, "status", str(status), answer)
 
@@ -205,7 +215,7 @@ class RequestAttempt:
                 " engines' connector, NixlConnector or NixlPushConnector"
             )
             engine.unfit(misfit)
-            raise LegFailed(engine, "prefill", "mismatch", misfit)
+            raise LegFailed(engine, "prefill", "unpaired", misfit)
         if protocol.learn is not None:
             learned, expected = protocol.learn(answer), self.ids.prefill.identity
             engine.learned(learned)

@@ -128,7 +128,7 @@ def failure(response: EngineAnswer, error: bytes) -> LegFailed | Final:
         answer = Answer(code, {"content-type": "application/json"}, error)
     if answer is not None and answer.status < 500:
         return refused(response.engine, response.leg, answer)
-    return LegFailed(response.engine, response.leg, "event", answer=answer)
+    return LegFailed(response.engine, response.leg, "status", answer=answer)
 
 
 class _Event(msgspec.Struct):

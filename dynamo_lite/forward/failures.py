@@ -12,19 +12,17 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.protocol.errors import DynamoLiteError
 
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
-#: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
-#: place of a stream's first output; `unpaired`: nothing was handed over, or by another process than
-#: expected; `mismatch`: the engine speaks another protocol; `malformed`: its answer cannot be read;
-#: `too_long`: the prompt is longer than this prefill engine takes.
+#: than what is kept in memory; `status`: it answered with an error of its own, at once or in place
+#: of a stream's first output; `unpaired`: nothing was handed over, or by another process or
+#: protocol than expected; `malformed`: its answer cannot be read; `too_long`: the prompt is longer
+#: than this prefill engine takes.
 FailureKind = Literal[
     "refused",
     "timeout",
     "broken",
     "too_large",
     "status",
-    "event",
     "unpaired",
-    "mismatch",
     "malformed",
     "too_long",
 ]

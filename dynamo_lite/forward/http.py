@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
+from dynamo_lite.forward import bodies, headers
+from dynamo_lite.forward.attempt import ForwardJob
+from dynamo_lite.forward.client import Answer, Client, ClientGone, error
+from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.named import read_header
 from dynamo_lite.forward.options import ForwarderConfig
@@ -108,20 +110,23 @@ class ForwardServer(WebServer):
             return await client.send(refusal)
         if request.path in self._own and request.method in ("GET", "HEAD"):
             return await client.send(self._own[request.path]())
-        incoming = Incoming(
-            method=request.method,
-            path=path,
-            headers=headers.to_engine(request.headers),
-            client_id=headers.client_id(request.headers),
-            named=read_header(request.headers),
-        )
-        try:
-            data = await self._body(request)
-        except Final as refused:
-            return await client.send(refused.answer)
         generates = request.method == "POST" and request.path in _GENERATE
-        route = request.path if generates else ""
-        await self._forwarding.answer(incoming, route, data, client)
+        client_id = headers.client_id(request.headers)
+        try:
+            asked = bodies.read(request.path if generates else "", await self._body(request))
+            note = client.note = RequestNote(asked.route, client_id, self._config)
+            job = ForwardJob(
+                method=request.method,
+                path=path,
+                headers=headers.to_engine(request.headers),
+                client_id=client_id,
+                request=asked,
+                client=client,
+                note=note,
+            )
+            await self._forwarding.answer(job, read_header(request.headers))
+        except Final as refused:
+            await self._forwarding.refuse(client, refused.answer)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """Raises Final, ClientGone."""

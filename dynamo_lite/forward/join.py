@@ -6,8 +6,6 @@ supervisor.
 
 import asyncio
 import logging
-import logging.config
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +19,8 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.forwarding import ProtocolName
 from dynamo_lite.protocol.records import StockEngine
-from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
-from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.stop import (
     EXIT_LEASE_EXPIRED,
     EXIT_START_FAILED,
@@ -171,25 +168,17 @@ class JoinedEngine:
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
 
-def run(
-    spec: ProcessSpec,
-    options: JoinOptions,
-    say: Callable[[str, str], None],
-    *,
-    level: str,
-    log_format: LogFormat,
-) -> int:
-    """Returns the exit code. say: shows a line of progress, with a name in front."""
-    logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
-    return run_loop(_join(spec, options, _reporter(say)))
+def run(spec: ProcessSpec, options: JoinOptions) -> int:
+    """Returns the exit code."""
+    return run_loop(_join(spec, options))
 
 
-async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
+async def _join(spec: ProcessSpec, options: JoinOptions) -> int:
     """If the lease expired while etcd was out of reach, a new lease is granted: no other
     process would register the engine again."""
     expired = False
     while True:
-        code = await run_process(spec, JoinedEngine(options, spec), report)
+        code = await run_process(spec, JoinedEngine(options, spec), _report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code
@@ -200,22 +189,18 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
             return EXIT_STOPPED
 
 
-def _reporter(say: Callable[[str, str], None]) -> Report:
-    def report(line: dict[str, Any]) -> None:
-        match line:
-            case {"state": "starting", "detail": detail}:
-                say("join", detail)
-            case {"state": "ready"}:
-                print(
-                    f"joined {line['engine']} model={line['model'] or 'unknown'}"
-                    f" lease={line['lease']} status={line['status_url']}",
-                    flush=True,
-                )
-            case {"state": "draining", "reason": reason}:
-                say("join", f"draining: {reason}")
-            case {"state": "failed", "error": error}:
-                say("join", f"error: {error}")
-            case _:
-                say("join", str(line["state"]))
-
-    return report
+def _report(line: dict[str, Any]) -> None:
+    """What is not logged by the process itself."""
+    match line:
+        case {"state": "starting", "detail": detail}:
+            logger.info("%s", detail)
+        case {"state": "ready"}:
+            print(
+                f"joined {line['engine']} model={line['model'] or 'unknown'}"
+                f" lease={line['lease']} status={line['status_url']}",
+                flush=True,
+            )
+        case {"state": "failed", "error": error}:
+            logger.error("%s", error)
+        case _:
+            pass

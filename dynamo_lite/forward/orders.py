@@ -1,7 +1,6 @@
 """The orders in which an attempt's legs are sent, and how the answer passes to the client."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
@@ -9,14 +8,12 @@ import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import RequestAttempt
-from dynamo_lite.forward.client import Answer, Client
+from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import EventReader, ends_event
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
 from dynamo_lite.forward.protocols.base import Leg, LegOrder
-
-logger = logging.getLogger(__name__)
 
 
 async def alone(one: RequestAttempt) -> None:
@@ -38,20 +35,16 @@ async def single(one: RequestAttempt) -> None:
 async def serial(one: RequestAttempt) -> None:
     """The decode leg gets the prefill leg's answer."""
     protocol = one.parts.protocol
-    answer = await one.prefilled()
-    engine = one.placement.decode
-    if protocol.names_decode and not engine.usable:
-        raise LegFailed(engine, "decode", "refused", engine.trouble)
-    handoff = protocol.extract(answer)
+    handoff = protocol.extract(await one.prefilled())
     if handoff is None:
-        logger.info("engine %s has handed nothing over", one.prefill.name)
-        one.placement.alone = "no_handoff"
-    if protocol.staged or handoff is None or not engine.usable:
+        raise LegFailed(one.prefill, "prefill", "unpaired", "it has handed nothing over")
+    if protocol.staged:
         one.parts.placer.place_decode(one.placement, one.job.tried)
-    if handoff is None:
-        return await alone(one)
+    engine = one.placement.decode
+    if not engine.usable:
+        raise LegFailed(engine, "decode", "refused", engine.trouble)
     leg = protocol.decode(one.job.request.body, one.ids, handoff)
-    await _relay(one, await one.open(one.placement.decode, "decode", leg), leg)
+    await _relay(one, await one.open(engine, "decode", leg), leg)
 
 
 async def parallel(one: RequestAttempt) -> None:
@@ -85,23 +78,21 @@ async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = 
     """
     client, head = one.job.client, headers.to_client(response.headers, response.engine.name)
     changes = leg if leg is not None and leg.hidden is not None else None
-    if changes is not None:
-        head.popall("content-length", None)
-        if not response.is_stream:
-            data = changes.shows(await response.read())
-            head["content-length"] = str(len(data))
-            one.begins()
-            return await client.send(Answer(response.status, head, data))
     # The head is held back until the first output: until then, another engine can be asked.
     reader = EventReader(response)
-    data = await (reader.until_output() if response.is_stream else response.read_some())
+    if response.is_stream:
+        data = await reader.until_output()
+    else:
+        data = await (response.read_some() if changes is None else response.read())
     response.shown = True
     one.begins()
-    await client.start(response.status, head)
-    if changes is not None:
-        await _changed(client, reader, changes.shows, data)
-    else:
+    if changes is None:
+        await client.start(response.status, head)
         await _unchanged(client, response, data + reader.rest())
+    else:
+        head.popall("content-length", None)
+        await client.start(response.status, head)
+        await _changed(client, reader, changes.shows, data)
     await client.finish()
 
 
@@ -183,4 +174,5 @@ ORDERS: Mapping[LegOrder, Callable[[RequestAttempt], Coroutine[Any, Any, None]]]
     "serial": serial,
     "parallel": parallel,
     "single": single,
+    "alone": alone,
 }

@@ -29,10 +29,13 @@ class CannotServe(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """The engines that a request has tried so far; the workflow fills it in."""
+    """What a request has tried so far; the workflow fills it in."""
 
+    #: Engines that failed, by number.
     prefill: set[int] = field(default_factory=set[int])
     decode: set[int] = field(default_factory=set[int])
+    #: Decode legs that failed.
+    failed: int = 0
     #: Why the request gets no further prefill leg.
     alone: str = ""
     #: Prefill engines that the client has named; None: any.
@@ -47,7 +50,7 @@ class EnginePlacement:
     #: None: the decode engine computes the prompt.
     prefill: KnownEngine | None
     decode: KnownEngine
-    #: Why there is no prefill leg, or why the decode engine computes the prompt after it.
+    #: Why there is no prefill leg.
     alone: str
     choices: list[LegChoice] = field(default_factory=list[LegChoice])
     chain: Sequence[ChainHash]
@@ -98,20 +101,17 @@ class Placer:
         if not alone:
             placement.prefill, first = self._choose("prefill", prefilling, matched)
             self._book(placement, placement.prefill, first)
-        # A staged decode leg is placed later; only then the choice counts.
-        if alone or not self._protocol.staged:
-            self._book(placement, decode, choice)
+        self._book(placement, decode, choice)
         return placement
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
-        """After the prefill leg. Raises NoWorkers."""
+        """Once more, after the prefill leg. Raises NoWorkers."""
+        assert placement.prefill is not None
         self.released(placement, "decode")
-        without = tried.decode
-        if placement.prefill is not None:
-            without = without | {placement.prefill.number}
-        decoding, matched = self._decoding(without), self._held(placement.chain)
-        placement.decode, choice = self._choose("decode", decoding, matched, placement.alone)
-        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
+        decoding = self._decoding(tried.decode | {placement.prefill.number})
+        held = self._held(placement.chain)
+        placement.decode, choice = self._choose("decode", decoding, held)
+        del placement.choices[1:]
         self._book(placement, placement.decode, choice)
 
     def computed(self, placement: EnginePlacement, leg: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import logging.config
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,6 @@ from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.runtime.address import host_port, local_url
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import EXIT_STOPPED, StopRequest, stop_on_signals
 
@@ -123,10 +121,9 @@ async def sidecar(config: SidecarConfig) -> AsyncIterator[tuple[str, ForwardServ
         yield local_url(own.host, port, tls=tls is not None), server
 
 
-def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFormat) -> int:
-    """Runs a sidecar until it is stopped. Returns 0 after a drain, 130 after a second signal.
-    Raises StartupError, ConfigError."""
-    logging.config.dictConfig(logging_config(log_format, "sidecar", 0, level=level))
+def run(config: SidecarConfig, grace_s: float) -> int:
+    """Runs a sidecar until it is stopped. Returns 0 after a drain. Raises StartupError,
+    ConfigError."""
     return uvloop.run(_run(config, grace_s))
 
 

@@ -7,19 +7,16 @@ sends its legs, and `protocols/` has the handover protocols.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
-from dynamo_lite.forward import bodies, orders
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
-from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
-from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
+from dynamo_lite.forward.client import Answer, Client, ClientGone, error
+from dynamo_lite.forward.decision_log import ForwardDecisionLog
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
-from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Tried
-from dynamo_lite.forward.protocols.base import HandoverAttempt
+from dynamo_lite.forward.orders import ORDERS
+from dynamo_lite.forward.placing import CannotServe
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.forwarding import ForwardAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +35,16 @@ class Forwarding:
         self.stats = parts.stats
         self.decisions = ForwardDecisionLog()
 
-    async def answer(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
-        """route: of a request to generate; any other is passed unchanged to one decode engine.
-        Raises ClientGone."""
-        tried = Tried()
-        try:
-            request = bodies.read(route, data)
-            if self._named is not None and request.route:
-                tried.named = await self._named(incoming.named)
-        except Final as refused:
-            return await self._refuse(client, refused.answer)
-        note = client.note = RequestNote(request.route, incoming.client_id, self._config)
-        if request.route:
-            self.decisions.append(note)
-        await self._run(ForwardJob(incoming, request, client, note, tried))
+    async def answer(self, job: ForwardJob, names: Sequence[str]) -> None:
+        """names: of prefill engines, by the client's header; only a sidecar follows them. Raises
+        ClientGone, and Final where they are refused."""
+        if job.request.route:
+            if self._named is not None:
+                job.tried.named = await self._named(names)
+            self.decisions.append(job.note)
+        await self._run(job)
 
-    async def _refuse(self, client: Client, answer: Answer) -> None:
+    async def refuse(self, client: Client, answer: Answer) -> None:
         self.stats.refused[answer.status] += 1
         await client.send(answer)
 
@@ -98,55 +89,36 @@ class Forwarding:
                 if self._retries(job, exc):
                     continue
                 answer = failure_answer(exc)
-            return await self._refuse(job.client, answer)
+            return await self.refuse(job.client, answer)
 
     async def _attempt(self, job: ForwardJob) -> None:
         """Raises LegFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
-        placement, ids = self._parts.placer.place(job.request, job.tried), None
-        noted = ForwardAttempt(alone=placement.alone, choices=placement.choices)
-        order = orders.alone
-        if placement.prefill is not None:
-            ids = self._ids(job, placement)
-            noted.order = self._protocol.order_for(ids.prefill)
-            order = orders.ORDERS[noted.order]
-        job.note.tries(noted, placement.prompt_tokens, ids.request_id if ids is not None else "")
-        with RequestAttempt(self._parts, job, placement, ids) as attempt:
-            await order(attempt)
-
-    def _ids(self, job: ForwardJob, placement: EnginePlacement) -> HandoverAttempt:
-        assert placement.prefill is not None
-        count = job.request.sequences if self._protocol.batches else 1
-        return HandoverAttempt(
-            route=job.request.route,
-            unique=secrets.token_hex(16),
-            client_id=job.incoming.client_id,
-            rooms=tuple(secrets.randbits(63) for _ in range(count)),
-            prefill=placement.prefill.peer,
-            decode=placement.decode.peer,
-        )
+        placement = self._parts.placer.place(job.request, job.tried)
+        with RequestAttempt(self._parts, job, placement) as attempt:
+            await ORDERS[attempt.order](attempt)
 
     def _retries(self, job: ForwardJob, failure: LegFailed) -> bool:
         """Whether another attempt follows. It does not take the engine that has failed."""
         job.note.failed(failure)
         self.stats.failures[failure.leg, failure.kind] += 1
         logger.info("a %s leg has failed: %s", failure.leg, failure)
-        engine = failure.engine
+        tried, number = job.tried, failure.engine.number
         if failure.leg == "prefill":
             if self._protocol.decodes_alone:
-                job.tried.alone = "prefill_failed"
+                tried.alone = "prefill_failed"
             else:
                 # No decode engine could serve it alone, so the next prefill engine is tried, if
                 # there is one.
-                job.tried.prefill.add(engine.number)
+                tried.prefill.add(number)
             return True
-        job.failed += 1
-        repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
+        tried.failed += 1
         # Another engine's answer would be as late, or as large.
-        if failure.kind in ("timeout", "too_large") or job.failed >= self._config.max_attempts:
+        if failure.kind in ("timeout", "too_large") or tried.failed >= self._config.max_attempts:
             return False
+        repeatable = bool(job.request.route) or job.method in _IDEMPOTENT
         if not repeatable and failure.kind != "refused":
             return False
         # An engine may close a connection that was idle: one such failure does not exclude it.
-        if failure.kind != "broken" or job.failed > 1:
-            job.tried.decode.add(engine.number)
+        if failure.kind != "broken" or tried.failed > 1:
+            tried.decode.add(number)
         return True

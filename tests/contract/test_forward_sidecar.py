@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pytest
 from aiohttp import web
 
-from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.commands import SidecarProtocol
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
 from tests.builders import eventually
 from tests.external import Certificates

@@ -32,8 +32,8 @@ MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
 #: When the legs are sent. Serial: the decode leg needs the prefill leg's answer. Parallel: both at
 #: once; the decode engine waits for the KV by itself. Single: only the decode leg; the decode
-#: engine asks the prefill engine itself.
-LegOrder = Literal["serial", "parallel", "single"]
+#: engine asks the prefill engine itself. Alone: there is no prefill engine.
+LegOrder = Literal["serial", "parallel", "single", "alone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,7 @@ class ForwardProtocol:
     prefill: Callable[[Body, HandoverAttempt], Leg]
     #: The last argument is that of `extract`; None in every order but serial.
     decode: Callable[[Body, HandoverAttempt, Any], Leg]
-    #: What the decode leg needs of the prefill leg's answer; None if that has it not: then the
-    #: decode leg computes the prompt itself.
+    #: What the decode leg needs of the prefill leg's answer; None if that has it not.
     extract: Callable[[PrefillAnswer], Any] = lambda answer: None
     #: `transfer_mode` in the prefill leg's answer, where vLLM tells it, from 0.32 on. An answer of
     #: the other mode never reaches a decode engine, which would end or wait for minutes.
@@ -138,9 +137,6 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
-    #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
-    #: one can take the KV.
-    names_decode: bool = False
     #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
     staged: bool = False
 

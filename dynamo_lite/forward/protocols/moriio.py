@@ -82,7 +82,6 @@ READ = ForwardProtocol(
     prefill=_prefill,
     extract=_returned,
     decode=_decode,
-    names_decode=True,
 )
 
 WRITE = ForwardProtocol(
