@@ -20,6 +20,7 @@ from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import without_error
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
+from dynamo_lite.forward.first_token import FirstTokenMerge
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
@@ -112,8 +113,9 @@ class RequestAttempt:
             self.order = told.order = parts.protocol.order_for(self.prefill.peer)
             request_id = self.ids.request_id
         job.note.tries(told, placement.prompt_tokens, request_id)
-        #: All events of a prefill leg that streams.
-        self.prefill_events = b""
+        #: Set where the client's first token comes from the prefill leg: its events.
+        self.merge: FirstTokenMerge | None = None
+        self.first_events = b""
         #: When the prefill leg ended, in the loop's time.
         self._prefilled_at = math.inf
         self._taken: dict[LegKind, LegTaken] = {}
@@ -196,9 +198,12 @@ class RequestAttempt:
         try:
             async with asyncio.timeout(within_s):
                 response = await self.open(engine, "prefill", leg)
-                if response.is_stream:
-                    self.prefill_events = leg.shows(await without_error(response))
+                events = await without_error(response) if response.is_stream else b""
                 data = await response.read()
+            if self.merge is not None:
+                self.first_events = self.merge.from_prefill(leg.shows(events))
+                if not self.merge.begun:
+                    raise ValueError("no token")
             self.job.note.leg_ends(self._taken["prefill"])
             self._prefilled_at = asyncio.get_running_loop().time()
             answer = PrefillAnswer() if response.is_stream else prefill_answer(data)

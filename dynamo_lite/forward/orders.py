@@ -12,7 +12,7 @@ from dynamo_lite.forward.client import Client
 from dynamo_lite.forward.connection import EngineAnswer
 from dynamo_lite.forward.events import EventReader, ends_event
 from dynamo_lite.forward.failures import Broken, Final, LegFailed
-from dynamo_lite.forward.first_token import FirstTokenMerge, MalformedEvent
+from dynamo_lite.forward.first_token import FirstTokenMerge
 from dynamo_lite.forward.protocols.base import Leg, LegOrder
 
 
@@ -52,23 +52,22 @@ async def parallel(one: RequestAttempt) -> None:
     succeeded, because without its KV they are worthless."""
     protocol, request = one.parts.protocol, one.job.request
     # The legs of a tool call cannot be joined: each engine draws an id for it.
-    joins = protocol.first_token_from_prefill and request.stream and "tools" not in request.body
+    if protocol.first_token_from_prefill and request.stream and "tools" not in request.body:
+        one.merge = FirstTokenMerge()
     one.depends()
     leg = protocol.decode(request.body, one.ids, None)
-    merge = FirstTokenMerge() if joins else None
-    prefilled = one.prefilled() if merge is None else _first_token(one, merge)
     try:
         async with asyncio.TaskGroup() as legs:
-            legs.create_task(prefilled, name="prefill leg")
+            legs.create_task(one.prefilled(), name="prefill leg")
             opened = one.open(one.placement.decode, "decode", leg)
             decoding = legs.create_task(opened, name="decode leg")
     except BaseExceptionGroup as failed:
         # The other leg was cancelled: the first failure counts.
         raise failed.exceptions[0] from failed
-    if merge is None:
+    if one.merge is None:
         await _relay(one, decoding.result(), leg)
     else:
-        await _joined(one, merge, decoding.result(), leg)
+        await _joined(one, one.merge, decoding.result(), leg)
 
 
 async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:
@@ -122,7 +121,7 @@ async def _changed(
         while events:
             await client.write(change(events))
             events = await reader.next()
-    except (LegFailed, MalformedEvent) as exc:
+    except (LegFailed, ValueError, RecursionError) as exc:
         await break_off(client, exc, whole=True)
 
 
@@ -138,17 +137,6 @@ async def break_off(client: Client, why: object, *, whole: bool) -> NoReturn:
     raise Broken(str(why))
 
 
-async def _first_token(one: RequestAttempt, merge: FirstTokenMerge) -> None:
-    """A prefill leg whose token is shown. Raises LegFailed, Final."""
-    await one.prefilled()
-    try:
-        one.prefill_events = merge.from_prefill(one.prefill_events)
-    except MalformedEvent as exc:
-        raise LegFailed(one.prefill, "prefill", "malformed", str(exc)) from exc
-    if not merge.begun:
-        raise LegFailed(one.prefill, "prefill", "unpaired", "no token")
-
-
 async def _joined(
     one: RequestAttempt, merge: FirstTokenMerge, response: EngineAnswer, leg: Leg
 ) -> None:
@@ -159,7 +147,7 @@ async def _joined(
     head = headers.to_client(response.headers, response.engine.name)
     head.popall("content-length", None)
     await client.start(response.status, head)
-    await client.write(one.prefill_events)
+    await client.write(one.first_events)
     reader = EventReader(response)
     try:
         events = await reader.until_output()

@@ -101,17 +101,17 @@ class Placer:
         if not alone:
             placement.prefill, first = self._choose("prefill", prefilling, matched)
             self._book(placement, placement.prefill, first)
-        self._book(placement, decode, choice)
+        # A staged decode leg is placed later; only then the choice counts.
+        if alone or not self._protocol.staged:
+            self._book(placement, decode, choice)
         return placement
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
-        """Once more, after the prefill leg. Raises NoWorkers."""
+        """After the prefill leg. Raises NoWorkers."""
         assert placement.prefill is not None
-        self.released(placement, "decode")
         decoding = self._decoding(tried.decode | {placement.prefill.number})
         held = self._held(placement.chain)
         placement.decode, choice = self._choose("decode", decoding, held)
-        del placement.choices[1:]
         self._book(placement, placement.decode, choice)
 
     def computed(self, placement: EnginePlacement, leg: str) -> None:

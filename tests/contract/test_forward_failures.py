@@ -298,7 +298,8 @@ async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
         assert await asked == TEXT
         assert r.engines.loads.own(1).prefill_tokens == r.engines.loads.own(1).requests == 0
         assert r.decode[0].legs[-1].params is None
-        assert r.answered == {("alone", "no_handoff"): 1}
+        assert r.answered == {("alone", "prefill_failed"): 1}
+        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 1}
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
@@ -310,7 +311,7 @@ async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, eng
         for _ in range(4):
             assert await r.text() == TEXT
         assert all(leg.params is None for engine in r.decode for leg in engine.legs)
-        assert r.forwarding.stats.failures == {("prefill", "mismatch"): 2}
+        assert r.forwarding.stats.failures == {("prefill", "unpaired"): 2}
         # Each engine is asked once.
         assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
         assert "transfer_mode" in r.engines.all[0].misfit and engines in r.engines.all[0].misfit

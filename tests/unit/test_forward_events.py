@@ -133,7 +133,7 @@ async def test_anything_else_is_output(event: bytes):
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 async def test_an_error_in_place_of_the_output_is_seen(before: bytes, line_end: bytes):
     event = b'event: error\ndata: {"type":"error","error":{}}\n\n'
-    with pytest.raises(LegFailed, match="event"):
+    with pytest.raises(LegFailed, match="status"):
         await held_back((before + event).replace(b"\n", line_end))
     after = (before + chunk({"content": "a"}) + event).replace(b"\n", line_end)
     assert await held_back(after) == (after, 0)

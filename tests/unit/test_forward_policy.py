@@ -206,7 +206,7 @@ def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> Known
 
 
 def test_an_engine_with_both_roles_takes_one_leg_of_a_request():
-    one, _ = placer("prefill-decode", "prefill-decode")
+    one, _ = placer("prefill-decode", "prefill-decode", protocol="kvt-staged")
     for _ in range(4):
         tried = Tried()
         placed = one.place(request(), tried)
