@@ -25,8 +25,8 @@ from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.metrics import ForwardStats
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.placing import EnginePlacement, Placer, Tried
-from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, LegOrder, PrefillAnswer
-from dynamo_lite.forward.protocols.one_token import object_of, prefill_answer
+from dynamo_lite.forward.protocols.base import HandoverAttempt, Leg, LegOrder, Params
+from dynamo_lite.forward.protocols.one_token import NO_PARAMS, object_of, params_of
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.forwarding import ForwardAttempt, LegTaken
@@ -189,7 +189,7 @@ class RequestAttempt:
             raise Final(answer)
         raise LegFailed(engine, kind, "status", str(status), answer)
 
-    async def prefilled(self) -> PrefillAnswer:
+    async def prefilled(self) -> Params:
         """The whole prefill leg. Raises Final, and LegFailed also if another process has answered
         than the one that the decode engine waits for, or an engine of another protocol."""
         engine, protocol = self.prefill, self.parts.protocol
@@ -206,13 +206,13 @@ class RequestAttempt:
                     raise ValueError("no token")
             self.job.note.leg_ends(self._taken["prefill"])
             self._prefilled_at = asyncio.get_running_loop().time()
-            answer = PrefillAnswer() if response.is_stream else prefill_answer(data)
+            params = NO_PARAMS if response.is_stream else params_of(data)
         except TimeoutError as exc:
             detail = f"no whole answer within {within_s:g} s"
             raise LegFailed(engine, "prefill", "timeout", detail) from exc
         except (ValueError, RecursionError) as exc:
             raise LegFailed(engine, "prefill", "malformed", type(exc).__name__) from exc
-        mode = (object_of(answer.kv_transfer_params) or {}).get("transfer_mode")
+        mode = (object_of(params) or {}).get("transfer_mode")
         if protocol.transfer_mode and mode not in (None, protocol.transfer_mode):
             misfit = (
                 f"it hands over with transfer_mode {str(mode)[:20]!r}, not"
@@ -222,14 +222,14 @@ class RequestAttempt:
             engine.unfit(misfit)
             raise LegFailed(engine, "prefill", "unpaired", misfit)
         if protocol.learn is not None:
-            learned, expected = protocol.learn(answer), self.ids.prefill.identity
+            learned, expected = protocol.learn(params), self.ids.prefill.identity
             engine.learned(learned)
             if expected is not None and learned != expected:
                 text = "another process or data-parallel rank has answered, or handed nothing over"
                 raise LegFailed(engine, "prefill", "unpaired", text)
         self.parts.placer.computed(self.placement, "prefill")
         self.parts.placer.released(self.placement, "prefill")
-        return answer
+        return params
 
     def depends(self) -> None:
         """From now on the decode leg fails when the prefill engine ends before the client has a

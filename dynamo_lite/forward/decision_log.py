@@ -63,9 +63,6 @@ class RequestNote:
         if self.message.attempts:
             self.message.attempts[-1].failure = str(why)[:_TEXT]
 
-    def no_engine(self, why: Exception) -> None:
-        self.message.error = str(why)[:_TEXT]
-
     def leg_begins(self, leg: str, engine: str) -> LegTaken:
         """Of the last attempt."""
         taken = LegTaken(leg=leg, engine=engine, after_s=self.age_s)

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
-from dynamo_lite.forward.client import Answer, Client, ClientGone, error
+from dynamo_lite.forward.client import Answer, Client, ClientGone
 from dynamo_lite.forward.decision_log import ForwardDecisionLog
 from dynamo_lite.forward.engines import KnownEngine
-from dynamo_lite.forward.failures import RETRY_AFTER, Broken, Final, LegFailed, failure_answer
+from dynamo_lite.forward.failures import Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.orders import ORDERS
-from dynamo_lite.forward.placing import CannotServe
-from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.forward.placing import NoEngine
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +74,9 @@ class Forwarding:
         while True:
             try:
                 return await self._attempt(job)
-            except CannotServe as exc:
-                job.note.no_engine(exc)
-                answer = error(501, "NotImplementedError", str(exc))
-            except NoWorkers as exc:
-                job.note.no_engine(exc)
-                text = f"{exc}; try again later"
-                answer = error(503, "ServiceUnavailableError", text, RETRY_AFTER)
-                if failure is not None:
-                    answer = failure_answer(failure)
+            except NoEngine as exc:
+                job.note.message.error = str(exc)
+                answer = exc.answer if failure is None else failure_answer(failure)
             except LegFailed as exc:
                 failure = exc
                 if self._retries(job, exc):
@@ -92,7 +85,7 @@ class Forwarding:
             return await self.refuse(job.client, answer)
 
     async def _attempt(self, job: ForwardJob) -> None:
-        """Raises LegFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
+        """Raises LegFailed, NoEngine, and what `_until_answered` raises."""
         placement = self._parts.placer.place(job.request, job.tried)
         with RequestAttempt(self._parts, job, placement) as attempt:
             await ORDERS[attempt.order](attempt)

@@ -14,12 +14,11 @@ from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Placer, Tried
+from dynamo_lite.forward.placing import EnginePlacement, NoEngine, Placer, Tried
 from dynamo_lite.forward.prompts import BLOCK_BYTES, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
@@ -230,10 +229,10 @@ def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
     # Without a prefill engine that is left, too.
     assert one.place(request(), Tried(prefill={0, 2})).decode is engines.all[2]
     engines.all[2].failed("gone", at_once=True)
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoEngine):
         one.place(request(echo=True), Tried())
     only_pair, _ = placer("prefill", "decode", protocol="sglang")
-    with pytest.raises(CannotServe, match="echo"):
+    with pytest.raises(NoEngine, match="echo"):
         only_pair.place(request(echo=True), Tried())
 
 

@@ -14,6 +14,8 @@ import msgspec
 #: The top-level fields of a JSON body. Unchanged values are `msgspec.Raw`: the bytes of the client,
 #: which are neither decoded nor encoded again.
 Body: TypeAlias = dict[str, Any]
+#: The `kv_transfer_params` of a prefill leg's answer, not decoded; `null` if it has none.
+Params: TypeAlias = msgspec.Raw
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -101,12 +103,6 @@ class Leg:
         return data.replace(found.encode(), shown.encode())
 
 
-class PrefillAnswer(msgspec.Struct):
-    """What is read of a prefill leg's answer: JSON that can be decoded."""
-
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForwardProtocol:
     """One protocol; see docs/forwarding.md for how to add one."""
@@ -122,13 +118,13 @@ class ForwardProtocol:
     #: The last argument is that of `extract`; None in every order but serial.
     decode: Callable[[Body, HandoverAttempt, Any], Leg]
     #: What the decode leg needs of the prefill leg's answer; None if that has it not.
-    extract: Callable[[PrefillAnswer], Any] = lambda answer: None
+    extract: Callable[[Params], Any] = lambda params: None
     #: `transfer_mode` in the prefill leg's answer, where vLLM tells it, from 0.32 on. An answer of
     #: the other mode never reaches a decode engine, which would end or wait for minutes.
     transfer_mode: str = ""
     #: Parallel only: the engine's identity in an answer (`Peer.identity`), if it has one. Until it
     #: is known, the legs of the prefill engine are serial. None: legs need no identity.
-    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] | None = None
+    learn: Callable[[Params], Mapping[str, Any] | None] | None = None
     #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
     query_path: str = ""
     #: Whether a decode engine can compute a prompt itself.

@@ -13,8 +13,8 @@ from dynamo_lite.forward.protocols.base import (
     ForwardProtocol,
     HandoverAttempt,
     Leg,
+    Params,
     Peer,
-    PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
 
@@ -57,8 +57,8 @@ def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": _request_id(attempt)}, attempt.unique)
 
 
-def _returned(answer: PrefillAnswer) -> Any:
-    params = object_of(answer.kv_transfer_params)
+def _returned(raw: Params) -> Any:
+    params = object_of(raw)
     keys = ("remote_engine_id", "remote_block_ids")
     if params is None or any(params.get(key) is None for key in keys):
         return None
