@@ -6,6 +6,7 @@ An engine aborts a request whose connection is closed before the end of its answ
 import asyncio
 import math
 import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import ClientRequest
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.decision_log import RequestNote
+from dynamo_lite.forward.decision_log import ForwardDecisionLog, RequestNote
 from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import without_error
 from dynamo_lite.forward.failures import Final, LegFailed, LegKind, refused
@@ -38,18 +39,34 @@ _RETRIED = frozenset({500, 502, 503, 504})
 _WHOLE_S = 60.0
 
 
+#: Takes HOST:PORT of each. Raises Final.
+NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
+
+
 class ForwardParts:
-    """What all attempts use. Its owner enters `upstream` and `engines`. by_load: whether engines
-    are chosen, and not named by clients."""
+    """What all requests use. Async context manager: while it lasts, engines are checked. by_load:
+    whether engines are chosen, and not named by clients."""
 
     def __init__(self, config: ForwarderConfig, *, by_load: bool = True):
         self.config, self.protocol = config, PROTOCOLS[config.protocol]
-        self.stats, self.upstream = ForwardStats(), Upstream(config.idle_timeout_s)
+        self.stats, self.decisions = ForwardStats(), ForwardDecisionLog()
+        self.upstream = Upstream(config.idle_timeout_s)
         every_s = config.health_interval_s
         self.engines = KnownEngines(
             config.engines, self.protocol, self.upstream, every_s, by_load=by_load
         )
         self.placer = Placer(self.engines, config)
+        #: Finds the prefill engines that a client has named; None: engines are chosen here.
+        self.named: NamedEngines | None = None
+
+    async def __aenter__(self) -> Self:
+        for engine in self.engines.all:
+            self.engines.follow(engine)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engines.end()
+        await self.upstream.aclose()
 
     def facts(self) -> dict[str, Any]:
         """For `/health`."""

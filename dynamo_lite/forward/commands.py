@@ -101,8 +101,9 @@ def join(
     dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\
       --etcd-url 'https://etcd-1:2379?login=etcd-login' --certificates certificates
     """
-    from dynamo_lite.forward.join import JoinOptions, run
+    from dynamo_lite.forward.join import JoinOptions, register
     from dynamo_lite.runtime.process.component import ProcessSpec
+    from dynamo_lite.runtime.process.stop import run_loop
 
     if protocol == "neuron-static":
         raise ConfigError(
@@ -133,7 +134,7 @@ def join(
         grace_s=grace_s,
     )
     _log(spec.component, log_format, verbose=verbose)
-    raise typer.Exit(run(spec, options))
+    raise typer.Exit(run_loop(register(spec, options)))
 
 
 def sidecar(
@@ -209,9 +210,10 @@ def sidecar(
       -H 'Content-Type: application/json' \\
       -d '{"model": "MODEL", "prompt": "Once upon a time"}'
     """
-    from dynamo_lite.forward.named import PRIVATE
-    from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
-    from dynamo_lite.forward.sidecar import run
+    import uvloop
+
+    from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+    from dynamo_lite.forward.sidecar import PRIVATE, SidecarConfig, serve
 
     if ca_file and not (prefiller_https or decode.startswith("https:")):
         raise ConfigError(["--ca-file: no engine uses HTTPS (--decode, --prefiller-https)"])
@@ -247,7 +249,7 @@ def sidecar(
     except ValueError as exc:
         raise ConfigError([f"sidecar: {exc}"]) from exc
     _log("sidecar", log_format, verbose=verbose)
-    raise typer.Exit(run(config, grace_s))
+    raise typer.Exit(uvloop.run(serve(config, grace_s)))
 
 
 def _split(given: list[str]) -> tuple[str, ...]:

@@ -11,16 +11,14 @@ import msgspec
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import error
 from dynamo_lite.forward.engines import trust
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
+from dynamo_lite.forward.http import ForwardServer, reply_of
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.forwarding import JOINED_AS
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
-from dynamo_lite.runtime.address import advertised_address, host_port, local_url
+from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 
@@ -113,25 +111,19 @@ class Forwarder:
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves HTTP without waiting for engines: 503 until one of them is healthy."""
         config, parts, enter = self._config, self._parts, self._stack.enter_async_context
-        sock = bind(config.host, config.port, shared=self._spec.instances > 1)
-        self._stack.callback(sock.close)
-        port = sock.getsockname()[1]
-        await enter(parts.upstream)
-        await enter(parts.engines)
+        await enter(parts)
         if config.discovers:
             trust(config.joined_ca_file)  # a mistake in it ends the start
             prefix = names.components_prefix(self._spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
             discover(roster, parts)
-        forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         subject = names.forward_explain_subject(self._spec.namespace, host.lease.id)
 
         async def explain(payload: bytes) -> bytes:
-            return forwarding.decisions.answer(payload, host.lease.id)
+            return parts.decisions.answer(payload, host.lease.id)
 
         await enter(host.messaging.serve(subject, counted(explain, "explain", host.drops)))
-        await host.register("http", stream=advertised_address(config.host, port))
         own = {
             **{
                 path: reply_of(partial(_for_clients, make))
@@ -140,12 +132,11 @@ class Forwarder:
             # If the path was passed on, any of the engines would answer.
             "/metrics": lambda: error(404, "NotFoundError", _NO_METRICS),
         }
-        self._server = server = ForwardServer(
-            forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
-        )
-        await server.start()
-        self._stack.push_async_callback(server.stop, 0.0)
-        return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
+        shared = self._spec.instances > 1
+        server = ForwardServer(parts, own, shared=shared, on_drop=host.drops)
+        self._server = await enter(server)
+        await host.register("http", stream=advertised_address(config.host, server.port))
+        return {"url": server.url}
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""

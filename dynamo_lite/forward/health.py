@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Self
 
 import msgspec
 
@@ -34,8 +33,7 @@ _MAX_INDEX_BLOCKS = 500_000
 
 
 class KnownEngines:
-    """Those of the configuration and those that were added. Async context manager: while it lasts,
-    it checks the ones that it follows.
+    """Those of the configuration and those that were added. Its owner calls `end`.
 
     by_load: whether engines are chosen by their load, which is read only then.
     """
@@ -67,12 +65,8 @@ class KnownEngines:
         for one in options:
             self.add(one)
 
-    async def __aenter__(self) -> Self:
-        for engine in self.all:
-            self.follow(engine)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def end(self) -> None:
+        """Checks no engine any more."""
         await self._tasks.end()
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:

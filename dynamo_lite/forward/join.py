@@ -6,7 +6,6 @@ supervisor.
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,6 @@ from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
     EXIT_STOPPED,
     StopRequest,
-    run_loop,
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
@@ -65,7 +63,6 @@ class JoinedEngine:
     def __init__(self, options: JoinOptions, spec: ProcessSpec):
         self._options = options
         self._spec = spec
-        self._stack = AsyncExitStack()
         self._upstream = Upstream(CHECK_S)
         protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
         self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
@@ -78,7 +75,6 @@ class JoinedEngine:
     async def start(self, host: Host) -> dict[str, Any]:
         """Returns when the engine is healthy and registered."""
         self._host = host
-        await self._stack.enter_async_context(self._upstream)
         told = ""
         while not await self._check():
             if told != self._engine.trouble:
@@ -104,7 +100,7 @@ class JoinedEngine:
             logger.warning("the engine has %s requests after %g s", left, grace_s)
 
     async def close(self) -> None:
-        await self._stack.aclose()
+        await self._upstream.aclose()
 
     def health(self) -> dict[str, Any]:
         engine, load = self._engine, self._engines.load(self._engine.number)
@@ -168,13 +164,10 @@ class JoinedEngine:
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
 
-def run(spec: ProcessSpec, options: JoinOptions) -> int:
-    """Returns the exit code."""
-    return run_loop(_join(spec, options))
+async def register(spec: ProcessSpec, options: JoinOptions) -> int:
+    """Returns the exit code.
 
-
-async def _join(spec: ProcessSpec, options: JoinOptions) -> int:
-    """If the lease expired while etcd was out of reach, a new lease is granted: no other
+    If the lease expired while etcd was out of reach, a new lease is granted: no other
     process would register the engine again."""
     expired = False
     while True:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,31 +34,36 @@ class ForwardMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats, loads = self._stats, self._engines.loads
-        count, gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
-        text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        yield count("dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered)
-        text = "Legs that failed before the client had a byte"
-        yield count("dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures)
-        text = "Engines that were chosen, by leg and reason"
-        yield count("dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices)
-        text = "Requests that got an error because no engine answered them"
         refused = {(str(status),): number for status, number in stats.refused.items()}
-        yield count("dynamo_lite_forward_refused", text, ("status",), refused)
         ended = {(how,): number for how, number in stats.ended.items()}
-        yield count("dynamo_lite_forward_requests_ended", "How requests ended", ("outcome",), ended)
+        choices, legs = self._placer.choices, ("leg", "kind")
+        for name, text, labels, counts in (
+            (
+                "answers",
+                "Answers that were begun, by how and why",
+                ("how", "reason"),
+                stats.answered,
+            ),
+            ("leg_failures", "Legs that failed before the client had a byte", legs, stats.failures),
+            ("choices", "Engines that were chosen, by leg and reason", ("leg", "reason"), choices),
+            ("refused", "Errors because no engine answered", ("status",), refused),
+            ("requests_ended", "How requests ended", ("outcome",), ended),
+        ):
+            yield _family(CounterMetricFamily, name, text, labels, counts)
 
-        in_flight = {(): stats.in_flight}
-        yield gauge("dynamo_lite_forward_requests", "Requests in flight", (), in_flight)
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
+        which = ("engine", "role")
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        text, which = "1 while the engine gets legs", ("engine", "role")
-        yield gauge("dynamo_lite_forward_engine_usable", text, which, usable)
         legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
-        text = "Legs of this process at the engine"
-        yield gauge("dynamo_lite_forward_engine_legs", text, which, legs)
         misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
         unused = {(): len(self._engines.unused) + misfits}
-        yield gauge("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused)
+        for name, text, labels, values in (
+            ("requests", "Requests in flight", (), {(): stats.in_flight}),
+            ("engine_usable", "1 while the engine gets legs", which, usable),
+            ("engine_legs", "Legs of this process at the engine", which, legs),
+            ("unused_engines", "Engines that do not fit", (), unused),
+        ):
+            yield _family(GaugeMetricFamily, name, text, labels, values)
 
 
 def _family(
@@ -70,7 +74,7 @@ def _family(
     values: Mapping[tuple[str, ...], int],
 ) -> Metric:
     """values: by the labels' values."""
-    family = kind(name, text, labels=labels)
+    family = kind(f"dynamo_lite_forward_{name}", text, labels=labels)
     for each, value in values.items():
         family.add_metric(list(each), value)
     return family

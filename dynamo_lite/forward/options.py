@@ -1,12 +1,12 @@
-"""The options of the Forwarder in the YAML file, and of a sidecar.
+"""The options of the Forwarder in the YAML file.
 
 docs/configuration.md says what each means. Imports nothing heavy, because the command line imports
 it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from dynamo_lite.forward.named import PRIVATE, AllowedHosts, parse_host_port
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.options import (
@@ -123,33 +123,16 @@ def parse_engine_url(url: str) -> tuple[str, int]:
         ) from exc
 
 
-#: Prefill legs that contain the decode engine's own address.
-_NEED_HOST = ("moriio-read", "moriio-write")
+def parse_host_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, also with `http://` or `https://` in front, which changes nothing.
 
-
-@dataclass(frozen=True, kw_only=True)
-class SidecarConfig:
-    """A server beside one decode engine. `forwarder` has that engine, and the server's options."""
-
-    forwarder: ForwarderConfig
-    #: What all prefill engines that headers name have in common; the URL's host and port are any.
-    prefillers: EngineOptions = EngineOptions(url="http://localhost:1", role="prefill")
-    #: Hosts that headers may name.
-    allowed: tuple[str, ...] = PRIVATE
-    #: Port of the sidecar's own metrics, on the same address; 0: none.
-    metrics_port: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        AllowedHosts(self.allowed)
-        protocol = self.forwarder.protocol
-        if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
-            raise ValueError(
-                f"protocol {protocol} tells prefill engines where the decode engine is: give"
-                " --transfer-host, this host's address as they see it"
-            )
-
-    def prefiller(self, name: str) -> EngineOptions:
-        """name: HOST:PORT."""
-        scheme = "https" if self.prefillers.secure else "http"
-        return replace(self.prefillers, url=f"{scheme}://{name}")
+    Raises ValueError.
+    """
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    host, port = parts.hostname, parts.port
+    known = parts.scheme in ("", "http", "https")
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+    # An address with a scope is a different one for every list.
+    if not known or not host or not port or extra or not host.isascii() or "%" in host:
+        raise ValueError("expected HOST:PORT")
+    return host, port

@@ -9,7 +9,6 @@ import asyncio
 import ssl
 from collections.abc import Mapping
 from functools import partial
-from typing import Self
 
 from multidict import CIMultiDict
 
@@ -31,7 +30,7 @@ _Place = tuple[_Address, ssl.SSLContext | None]
 
 
 class Upstream:
-    """Async context manager. idle_s: longest time without any byte of an answer."""
+    """Its owner closes it. idle_s: longest time without any byte of an answer."""
 
     def __init__(self, idle_s: float):
         self._idle_s = idle_s
@@ -39,10 +38,7 @@ class Upstream:
         #: Idle connections; the last one is used first.
         self._idle: dict[_Place, list[UpstreamConnection]] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         for connection in self._open:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes them now

@@ -7,7 +7,7 @@ chooses the engines of an attempt, `attempt.py` is one, and `protocols/` has the
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -16,8 +16,6 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
 from dynamo_lite.forward.client import Answer, Client, ClientGone
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.decision_log import ForwardDecisionLog
-from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.forward.events import EventReader, ends_event
 from dynamo_lite.forward.failures import Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.first_token import FirstTokenMerge
@@ -28,94 +26,82 @@ logger = logging.getLogger(__name__)
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 
-#: Takes HOST:PORT of each. Raises Final.
-NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
+
+async def answer(parts: ForwardParts, job: ForwardJob, names: Sequence[str]) -> None:
+    """names: of prefill engines, by the client's header; only a sidecar follows them. Raises
+    ClientGone, and Final where they are refused."""
+    if job.request.route:
+        if parts.named is not None:
+            job.tried.named = await parts.named(names)
+        parts.decisions.append(job.note)
+    parts.stats.in_flight += 1
+    outcome = "failed"
+    try:
+        if (refusal := await _until_answered(parts, job)) is not None:
+            await refuse(parts, job.client, refusal)
+        outcome = "answered"
+    except (ClientGone, asyncio.CancelledError):
+        outcome = "client gone"
+        raise
+    except Final as final:
+        outcome = "answered"
+        await job.client.send(final.answer)
+    except Broken as exc:
+        outcome = "broken"
+        job.note.failed(exc)
+        logger.warning("an answer broke off: %s", exc)
+    finally:
+        parts.stats.in_flight -= 1
+        parts.stats.ended[outcome] += 1
+        job.note.ended(outcome)
 
 
-class Forwarding:
-    """named: finds the prefill engines that a client has named; None: engines are chosen here."""
+async def refuse(parts: ForwardParts, client: Client, answer: Answer) -> None:
+    parts.stats.refused[answer.status] += 1
+    await client.send(answer)
 
-    def __init__(self, parts: ForwardParts, named: NamedEngines | None = None):
-        self._named = named
-        self._parts, self._protocol, self._config = parts, parts.protocol, parts.config
-        self.stats = parts.stats
-        self.decisions = ForwardDecisionLog()
 
-    async def answer(self, job: ForwardJob, names: Sequence[str]) -> None:
-        """names: of prefill engines, by the client's header; only a sidecar follows them. Raises
-        ClientGone, and Final where they are refused."""
-        if job.request.route:
-            if self._named is not None:
-                job.tried.named = await self._named(names)
-            self.decisions.append(job.note)
-        await self._run(job)
-
-    async def refuse(self, client: Client, answer: Answer) -> None:
-        self.stats.refused[answer.status] += 1
-        await client.send(answer)
-
-    async def _run(self, job: ForwardJob) -> None:
-        self.stats.in_flight += 1
-        outcome = "failed"
+async def _until_answered(parts: ForwardParts, job: ForwardJob) -> Answer | None:
+    """Returns an error if no engine is left to try. Raises Final, Broken, ClientGone."""
+    failure: LegFailed | None = None
+    while failure is None or _retries(parts, job, failure):
         try:
-            if (refusal := await self._until_answered(job)) is not None:
-                await self.refuse(job.client, refusal)
-            outcome = "answered"
-        except (ClientGone, asyncio.CancelledError):
-            outcome = "client gone"
-            raise
-        except Final as final:
-            outcome = "answered"
-            await job.client.send(final.answer)
-        except Broken as exc:
-            outcome = "broken"
-            job.note.failed(exc)
-            logger.warning("an answer broke off: %s", exc)
-        finally:
-            self.stats.in_flight -= 1
-            self.stats.ended[outcome] += 1
-            job.note.ended(outcome)
+            placement = parts.placer.place(job.request, job.tried)
+            with RequestAttempt(parts, job, placement) as attempt:
+                return await _ORDERS[attempt.order](attempt)
+        except NoEngine as exc:
+            job.note.message.error = str(exc)
+            return exc.answer if failure is None else failure_answer(failure)
+        except LegFailed as exc:
+            failure = exc
+    return failure_answer(failure)
 
-    async def _until_answered(self, job: ForwardJob) -> Answer | None:
-        """Returns an error if no engine is left to try. Raises Final, Broken, ClientGone."""
-        failure: LegFailed | None = None
-        while failure is None or self._retries(job, failure):
-            try:
-                placement = self._parts.placer.place(job.request, job.tried)
-                with RequestAttempt(self._parts, job, placement) as attempt:
-                    return await _ORDERS[attempt.order](attempt)
-            except NoEngine as exc:
-                job.note.message.error = str(exc)
-                return exc.answer if failure is None else failure_answer(failure)
-            except LegFailed as exc:
-                failure = exc
-        return failure_answer(failure)
 
-    def _retries(self, job: ForwardJob, failure: LegFailed) -> bool:
-        """Whether another attempt follows. It does not take the engine that has failed."""
-        job.note.failed(failure)
-        self.stats.failures[failure.leg, failure.kind] += 1
-        logger.info("a %s leg has failed: %s", failure.leg, failure)
-        tried, number = job.tried, failure.engine.number
-        if failure.leg == "prefill":
-            if self._protocol.decodes_alone:
-                tried.alone = "prefill_failed"
-            else:
-                # No decode engine could serve it alone, so the next prefill engine is tried, if
-                # there is one.
-                tried.prefill.add(number)
-            return True
-        tried.failed += 1
-        # Another engine's answer would be as late, or as large.
-        if failure.kind in ("timeout", "too_large") or tried.failed >= self._config.max_attempts:
-            return False
-        repeatable = bool(job.request.route) or job.method in _IDEMPOTENT
-        if not repeatable and failure.kind != "refused":
-            return False
-        # An engine may close a connection that was idle: one such failure does not exclude it.
-        if failure.kind != "broken" or tried.failed > 1:
-            tried.decode.add(number)
+def _retries(parts: ForwardParts, job: ForwardJob, failure: LegFailed) -> bool:
+    """Whether another attempt follows. It does not take the engine that has failed."""
+    job.note.failed(failure)
+    parts.stats.failures[failure.leg, failure.kind] += 1
+    logger.info("a %s leg has failed: %s", failure.leg, failure)
+    tried, number = job.tried, failure.engine.number
+    if failure.leg == "prefill":
+        if parts.protocol.decodes_alone:
+            tried.alone = "prefill_failed"
+        else:
+            # No decode engine could serve it alone, so the next prefill engine is tried, if
+            # there is one.
+            tried.prefill.add(number)
         return True
+    tried.failed += 1
+    # Another engine's answer would be as late, or as large.
+    if failure.kind in ("timeout", "too_large") or tried.failed >= parts.config.max_attempts:
+        return False
+    repeatable = bool(job.request.route) or job.method in _IDEMPOTENT
+    if not repeatable and failure.kind != "refused":
+        return False
+    # An engine may close a connection that was idle: one such failure does not exclude it.
+    if failure.kind != "broken" or tried.failed > 1:
+        tried.decode.add(number)
+    return True
 
 
 async def _alone(one: RequestAttempt) -> None:
