@@ -9,8 +9,9 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.health import KnownEngines
-from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.http import ForwardServer, reply
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.forward.upstream import Upstream
@@ -156,7 +157,10 @@ async def rig(
         engines = parts.engines
         stack.push_async_callback(parts.upstream.aclose)
         # Its engines are not entered: a test checks the engines when it means to.
-        health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
+
+        def health() -> Answer:
+            return reply({"ok": any(e.usable for e in engines.all if e.decodes)})
+
         server = ForwardServer(parts, {"/health": health}, on_drop=on_drop)
         await stack.enter_async_context(server)
         r = Rig(

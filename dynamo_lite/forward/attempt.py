@@ -190,7 +190,7 @@ class RequestAttempt:
                 self.parts.engines.failed(engine, exc)
             raise
         status = response.status
-        note.head_came(taken, status)
+        taken.status, taken.head_s = status, note.age_s - taken.after_s
         if leg.hidden is not None:
             headers.hide(response.headers, *leg.hidden)
         if status < 300 or (status < 400 and not prefill):

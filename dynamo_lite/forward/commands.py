@@ -23,10 +23,7 @@ SidecarProtocol = Literal["nixl", "nixl-push", "mooncake", "sglang", "moriio-rea
 def join(
     context: typer.Context,
     url: Annotated[
-        str,
-        typer.Option(
-            help="The engine's OpenAI server, http(s)://HOST:PORT, for Forwarders.",
-        ),
+        str, typer.Option(help="The engine's OpenAI server, http(s)://HOST:PORT, for Forwarders.")
     ],
     role: Annotated[JoinRole, typer.Option(help="both: prefill-decode.")],
     protocol: Annotated[ProtocolName, typer.Option(help="Its handover protocol.")],

@@ -18,7 +18,8 @@ from dynamo_lite.forward.failures import Final, LegFailed, check_size, refused
 #: More of the beginning of a stream is not held back. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
 
-_LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
+#: How an event ends.
+EVENT_ENDS = _LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 #: SGLang writes errors as Python does.
 _ERRORS = (b'{"error"', b"{'error'")
@@ -84,11 +85,6 @@ class EventReader:
 def split(events: bytes) -> list[bytes]:
     """The single events, without their ends. Lines inside them keep theirs."""
     return _BLANK_LINE.split(events)
-
-
-def ends_event(data: bytes) -> bool:
-    """Whether the end of these bytes is the end of an event."""
-    return data.endswith((_LF_END, _CRLF_END))
 
 
 async def without_error(response: EngineAnswer) -> bytes:

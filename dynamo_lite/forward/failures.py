@@ -60,12 +60,6 @@ class LegFailed(DynamoLiteError):
         self.leg: LegKind = leg
         self.kind: FailureKind = kind
 
-    @property
-    def answered(self) -> bool:
-        """Of a check: whether something listens there, and has answered or closed the
-        connection."""
-        return self.kind in ("broken", "too_large")
-
 
 def refused(engine: KnownEngine, leg: LegKind, answer: Answer) -> LegFailed | Final:
     """What an engine's 4xx means: the request is wrong, or only too long for its prefill engine."""

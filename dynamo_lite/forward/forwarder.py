@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import error
+from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import trust
-from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.http import ForwardServer, reply
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.protocol import names
@@ -126,7 +126,7 @@ class Forwarder:
         await enter(host.messaging.serve(subject, counted(explain, "explain", host.drops)))
         own = {
             **{
-                path: reply_of(partial(_for_clients, make))
+                path: partial(_for_clients, make)
                 for path, make in {"/health": self.health, **host.probes}.items()
             },
             # If the path was passed on, any of the engines would answer.
@@ -166,6 +166,6 @@ class Forwarder:
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
 
 
-def _for_clients(read: Callable[[], Mapping[str, Any]]) -> dict[str, int]:
+def _for_clients(read: Callable[[], Mapping[str, Any]]) -> Answer:
     """Without texts, which name engines' addresses: the status server has these."""
-    return {key: value for key, value in read().items() if isinstance(value, int)}
+    return reply({key: value for key, value in read().items() if isinstance(value, int)})

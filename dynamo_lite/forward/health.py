@@ -112,17 +112,12 @@ class KnownEngines:
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
         an engine that is silent are given up."""
-        loop = asyncio.get_running_loop()
         try:
             await check(self._upstream, engine)
         except LegFailed as exc:
             self.failed(engine, exc)
-            if exc.answered:
-                engine.heard_at = loop.time()
-            else:
-                await self._end_silent(engine)
+            await self._end_silent(engine)
         else:
-            engine.heard_at = loop.time()
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self._compare()
@@ -147,8 +142,8 @@ class KnownEngines:
             # Nothing is computed for a list of models, while `/health` may wait for a computation
             # (SGLang's runs a request). Whatever it says, its server answers.
             await self._upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-        except LegFailed as exc:
-            if not exc.answered and engine.heard_at <= now:
+        except LegFailed:
+            if engine.heard_at <= now:
                 engine.ended("it has fallen silent")
 
     def _compare(self) -> None:

@@ -44,15 +44,10 @@ _GENERATE = VLLM_ROUTES | {SGLANG_GENERATE}
 Reply = Callable[[], Answer]
 
 
-def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
-    """read: returns facts with `ok`."""
-
-    def reply() -> Answer:
-        facts = read()
-        head = {"content-type": "application/json"}
-        return Answer(200 if facts.get("ok") else 503, head, msgspec.json.encode(facts))
-
-    return reply
+def reply(facts: Mapping[str, Any]) -> Answer:
+    """facts: with `ok`."""
+    head = {"content-type": "application/json"}
+    return Answer(200 if facts.get("ok") else 503, head, msgspec.json.encode(facts))
 
 
 class ForwardServer(WebServer):

@@ -38,12 +38,7 @@ class ForwardMetrics(Collector):
         ended = {(how,): number for how, number in stats.ended.items()}
         choices, legs = self._placer.choices, ("leg", "kind")
         for name, text, labels, counts in (
-            (
-                "answers",
-                "Answers that were begun, by how and why",
-                ("how", "reason"),
-                stats.answered,
-            ),
+            ("answers", "Answers that were begun, and why so", ("how", "reason"), stats.answered),
             ("leg_failures", "Legs that failed before the client had a byte", legs, stats.failures),
             ("choices", "Engines that were chosen, by leg and reason", ("leg", "reason"), choices),
             ("refused", "Errors because no engine answered", ("status",), refused),

@@ -8,16 +8,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import error
+from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import KnownEngine, trust
 from dynamo_lite.forward.failures import Final
 from dynamo_lite.forward.headers import PREFILLER_HEADER
-from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.http import ForwardServer, reply
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, parse_host_port
 from dynamo_lite.runtime.address import host_port
@@ -185,9 +184,9 @@ async def sidecar(config: SidecarConfig) -> AsyncIterator[ForwardServer]:
             registry = CollectorRegistry()
             registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
             await enter(StatusServer(parts.facts, registry, own.host, config.metrics_port))
-        ready = reply_of(partial(_ready, parts.engines.all[0]))
+        ready = partial(_ready, parts.engines.all[0])
         # `/metrics` is the engine's.
-        own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
+        own_paths = {"/health": ready, "/ready": ready, "/live": lambda: reply({"ok": True})}
         yield await enter(ForwardServer(parts, own_paths))
 
 
@@ -203,6 +202,7 @@ async def serve(config: SidecarConfig, grace_s: float) -> int:
     return EXIT_STOPPED
 
 
-def _ready(engine: KnownEngine) -> dict[str, Any]:
+def _ready(engine: KnownEngine) -> Answer:
     trouble = "" if engine.usable else f"{engine.name}: {engine.trouble}"
-    return {"ok": engine.usable, "checks": {"engine": {"ok": engine.usable, "detail": trouble}}}
+    check = {"ok": engine.usable, "detail": trouble}
+    return reply({"ok": engine.usable, "checks": {"engine": check}})

@@ -19,9 +19,6 @@ from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: A connect timeout that comes so much too late, as a share of itself, says that this process has
-#: stood still, and nothing about the engine: it is tried again.
-_LATE = 0.1
 
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
@@ -104,29 +101,25 @@ class Upstream:
     async def _connect(
         self, engine: KnownEngine, leg: LegKind, place: _Place
     ) -> UpstreamConnection:
-        loop, (address, tls) = asyncio.get_running_loop(), place
+        address, tls = place
 
         def made() -> UpstreamConnection:
             return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
 
-        while True:
-            due = loop.time() + _CONNECT_S
-            try:
-                async with asyncio.timeout_at(due):
-                    _, connection = await loop.create_connection(made, *address, ssl=tls)
-            except TimeoutError as exc:
-                if loop.time() - due > _CONNECT_S * _LATE:
-                    continue
-                text = f"no connection within {_CONNECT_S:g} s"
-                raise LegFailed(engine, leg, "refused", text) from exc
-            except OSError as exc:
-                # Other ports of an engine may refuse while it works.
-                is_own = address == engine.address
-                if isinstance(exc, ConnectionRefusedError) and is_own:
-                    engine.ended("it refuses connections", refuses=True)
-                raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
-            self._open.add(connection)
-            return connection
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, connection = await loop.create_connection(made, *address, ssl=tls)
+        except TimeoutError as exc:
+            text = f"no connection within {_CONNECT_S:g} s"
+            raise LegFailed(engine, leg, "refused", text) from exc
+        except OSError as exc:
+            # Other ports of an engine may refuse while it works.
+            if isinstance(exc, ConnectionRefusedError) and address == engine.address:
+                engine.ended("it refuses connections", refuses=True)
+            raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
+        self._open.add(connection)
+        return connection
 
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
         idle = self._idle.setdefault(place, [])

@@ -16,7 +16,7 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.attempt import ForwardJob, ForwardParts, RequestAttempt
 from dynamo_lite.forward.client import Answer, Client, ClientGone
 from dynamo_lite.forward.connection import EngineAnswer
-from dynamo_lite.forward.events import EventReader, ends_event
+from dynamo_lite.forward.events import EVENT_ENDS, EventReader
 from dynamo_lite.forward.failures import Broken, Final, LegFailed, failure_answer
 from dynamo_lite.forward.first_token import FirstTokenMerge
 from dynamo_lite.forward.placing import NoEngine
@@ -198,7 +198,7 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
     try:
         await response.pass_on(push, client.drained)
     except LegFailed as exc:
-        await _break_off(client, exc, whole=response.is_stream and ends_event(last))
+        await _break_off(client, exc, whole=response.is_stream and last.endswith(EVENT_ENDS))
 
 
 async def _changed(

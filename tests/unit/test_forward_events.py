@@ -11,9 +11,9 @@ import pytest
 
 from dynamo_lite.forward.client import ParamsBlanker
 from dynamo_lite.forward.events import (
+    EVENT_ENDS,
     LIMIT_BYTES,
     EventReader,
-    ends_event,
     error_of,
     split,
 )
@@ -41,7 +41,7 @@ async def test_wherever_a_stream_is_cut_only_whole_events_come_and_nothing_is_lo
             shown += events
             came = b"".join(pieces[: len(pieces) - len(answer.left) + 1])
             # At the end the rest comes, too.
-            assert shown == (whole(came) if ends_event(events) else stream), cuts
+            assert shown == (whole(came) if events.endswith(EVENT_ENDS) else stream), cuts
         assert shown == stream
     assert [one for one in split(whole(stream)) if one] == split(stream)[:-1]
 

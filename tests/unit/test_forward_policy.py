@@ -1,5 +1,6 @@
 """Which engines there are, what is read of them, and which take the legs of a request."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -89,6 +90,7 @@ async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
     async def check(_: Any, engine: KnownEngine) -> None:
         if engine not in models:
             raise LegFailed(engine, "check", "refused", "down")
+        engine.heard_at = asyncio.get_running_loop().time()
         engine.models = (models[engine],)
 
     async def checked() -> None:
@@ -267,7 +269,8 @@ def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
     one.learned(second)
     assert one.varies and one.peer.identity is None
     assert one.protocol.order_for(one.peer) == "serial"
-    one.forget()
+    one.passed()
+    one.failed("gone", at_once=True)
     one.learned(first)
     assert not one.varies and one.peer.identity == first
 

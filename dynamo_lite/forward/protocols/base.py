@@ -87,13 +87,8 @@ class Leg:
 
     body: Body
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: Of a request id that contains addresses: the client sees this in its place.
-    shown_id: str = ""
-
-    @property
-    def hidden(self) -> tuple[str, str] | None:
-        """The request id that the client must not see, and what it sees."""
-        return (self.headers["x-request-id"], self.shown_id) if self.shown_id else None
+    #: A request id with addresses, which the client must not see, and what it sees.
+    hidden: tuple[str, str] | None = None
 
     def shows(self, data: bytes) -> bytes:
         """A whole answer, or whole events of it, without that id."""

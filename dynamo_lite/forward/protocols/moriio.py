@@ -28,9 +28,11 @@ def _zmq(peer: Peer) -> str:
     return f"host:{peer.host},handshake:{peer.port},notify:{notify}"
 
 
-def _request_id(attempt: HandoverAttempt) -> str:
+def _leg(body: Body, attempt: HandoverAttempt, params: dict[str, Any]) -> Leg:
     addresses = f"___prefill_addr_{_zmq(attempt.prefill)}___decode_addr_{_zmq(attempt.decode)}"
-    return f"{addresses}_{attempt.unique}"
+    request_id = f"{addresses}_{attempt.unique}"
+    body = {**body, "kv_transfer_params": params}
+    return Leg(body, {"x-request-id": request_id}, (request_id, attempt.unique))
 
 
 def _address(peer: Peer, attempt: HandoverAttempt) -> dict[str, Any]:
@@ -48,13 +50,9 @@ def _address(peer: Peer, attempt: HandoverAttempt) -> dict[str, Any]:
 
 
 def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
-    one = one_token(body, attempt.route)
-    one["kv_transfer_params"] = {
-        **_address(attempt.decode, attempt),
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-    }
-    return Leg(one, {"x-request-id": _request_id(attempt)}, attempt.unique)
+    decode = _address(attempt.decode, attempt)
+    params = {**decode, "do_remote_decode": True, "do_remote_prefill": False}
+    return _leg(one_token(body, attempt.route), attempt, params)
 
 
 def _returned(raw: Params) -> Any:
@@ -66,12 +64,8 @@ def _returned(raw: Params) -> Any:
 
 
 def _decode(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
-    params: dict[str, Any] = _address(attempt.prefill, attempt)
-    if handoff is not None:
-        params |= handoff
-    params |= {"do_remote_decode": False, "do_remote_prefill": True}
-    both = {**body, "kv_transfer_params": params}
-    return Leg(both, {"x-request-id": _request_id(attempt)}, attempt.unique)
+    prefill = {**_address(attempt.prefill, attempt), **(handoff or {})}
+    return _leg(body, attempt, {**prefill, "do_remote_decode": False, "do_remote_prefill": True})
 
 
 READ = ForwardProtocol(
