@@ -97,7 +97,7 @@ class Cluster:
         environment = ProcessEnvironment()
         if store is not None:
             environment = ProcessEnvironment(open_store=lambda _: nullcontext(store))
-        return self._run(spec, JoinedEngine(joining, spec), environment)
+        return self._run(spec, JoinedEngine(joining), environment)
 
     async def forwarder(self, **config: Any) -> Running:
         """Its `ready` has the URL."""

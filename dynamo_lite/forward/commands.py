@@ -102,10 +102,6 @@ def join(
     from dynamo_lite.runtime.process.component import ProcessSpec
     from dynamo_lite.runtime.process.stop import run_loop
 
-    if protocol == "neuron-static":
-        raise ConfigError(
-            ["--protocol: the engines of neuron-static are listed; use neuron-dynamic"]
-        )
     try:
         options = JoinOptions(
             url=url,
@@ -240,21 +236,13 @@ def sidecar(
                 max_body_bytes=max_body_bytes,
             ),
             prefillers=prefillers,
-            allowed=PRIVATE if allow_prefiller is None else _split(allow_prefiller),
+            allowed=tuple(",".join(allow_prefiller or PRIVATE).split(",")),
             metrics_port=metrics_port,
         )
     except ValueError as exc:
         raise ConfigError([f"sidecar: {exc}"]) from exc
     _log("sidecar", log_format, verbose=verbose)
     raise typer.Exit(uvloop.run(serve(config, grace_s)))
-
-
-def _split(given: list[str]) -> tuple[str, ...]:
-    """Raises ConfigError."""
-    parts = [part.strip() for value in given for part in value.split(",")]
-    if not any(parts):
-        raise ConfigError(["--allow-prefiller: expected a host, an address or a network"])
-    return tuple(part for part in parts if part)
 
 
 def _log(component: str, form: LogFormat, *, verbose: bool) -> None:

@@ -17,14 +17,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 #: protocol than expected; `malformed`: its answer cannot be read; `too_long`: the prompt is longer
 #: than this prefill engine takes.
 FailureKind = Literal[
-    "refused",
-    "timeout",
-    "broken",
-    "too_large",
-    "status",
-    "unpaired",
-    "malformed",
-    "too_long",
+    "refused", "timeout", "broken", "too_large", "status", "unpaired", "malformed", "too_long"
 ]
 #: A check is a question of our own, and no part of a client's request.
 LegKind = Literal["prefill", "decode", "check"]

@@ -45,7 +45,7 @@ class KnownEngines:
         upstream: Upstream,
         interval_s: float,
         *,
-        by_load: bool,
+        by_load: bool = True,
     ):
         self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by lease.

@@ -54,20 +54,22 @@ class JoinOptions(EngineOptions):
     def __post_init__(self) -> None:
         """Raises ValueError."""
         super().__post_init__()
+        if self.protocol == "neuron-static":
+            raise ValueError("the engines of neuron-static are listed; use neuron-dynamic")
         self.transfer_address(self.protocol)
 
 
 class JoinedEngine:
     """The component."""
 
-    def __init__(self, options: JoinOptions, spec: ProcessSpec):
+    _host: Host
+
+    def __init__(self, options: JoinOptions):
         self._options = options
-        self._spec = spec
         self._upstream = Upstream(CHECK_S)
         protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
-        self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
+        self._engines = KnownEngines((), protocol, self._upstream, every_s)
         self._engine = self._engines.add(options, model=options.model)
-        self._host: Host | None = None
         #: Whether the record is in the store, or will be removed when the store is back.
         self._registered = False
         self._draining = False
@@ -87,7 +89,6 @@ class JoinedEngine:
 
     async def drain(self, grace_s: float) -> None:
         """The record is gone already: waits until the engine is idle."""
-        assert self._host is not None
         self._draining = True
         if self._host.lease.loss is LeaseLoss.EXPIRED:
             return  # no drain was asked for: the engine is registered again
@@ -124,7 +125,6 @@ class JoinedEngine:
 
     async def _follow(self) -> None:
         """Registers the engine when it becomes healthy, and deregisters it when it no longer is."""
-        assert self._host is not None
         while not self._draining:
             await asyncio.sleep(self._options.health_interval_s)
             healthy = await self._check()
@@ -146,7 +146,6 @@ class JoinedEngine:
         return next(iter(self._engine.models), "")
 
     async def _register(self) -> None:
-        assert self._host is not None
         record = msgspec.convert(self._options, StockEngine, from_attributes=True)
         await self._host.register(
             "http", stream=self._engine.name, model=self._model, engine=record
@@ -171,7 +170,7 @@ async def register(spec: ProcessSpec, options: JoinOptions) -> int:
     process would register the engine again."""
     expired = False
     while True:
-        code = await run_process(spec, JoinedEngine(options, spec), _report)
+        code = await run_process(spec, JoinedEngine(options), _report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code

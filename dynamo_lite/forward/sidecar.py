@@ -47,16 +47,16 @@ class AllowedHosts:
     """Addresses, networks and names. Raises ValueError for one that is none of these."""
 
     def __init__(self, entries: Sequence[str]):
-        self.entries = tuple(entries)
+        self.entries = tuple(entry.strip().lower() for entry in entries)
         self._names: set[str] = set()
         self._networks: list[IPv4Network | IPv6Network] = []
-        for entry in (entry.strip().lower() for entry in entries):
+        for entry in self.entries:
             try:
                 self._networks.append(ip_network(entry.strip("[]"), strict=False))
             except ValueError:
                 if not entry or any(char in entry for char in "/:@ *"):
                     raise ValueError(
-                        f"{entry!r} is not an address, network (CIDR) or host name"
+                        f"--allow-prefiller: {entry!r} is no address, network (CIDR) or host name"
                     ) from None
                 self._names.add(entry)
 

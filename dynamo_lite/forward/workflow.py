@@ -152,35 +152,56 @@ async def _parallel(one: RequestAttempt) -> None:
     except BaseExceptionGroup as failed:
         # The other leg was cancelled: the first failure counts.
         raise failed.exceptions[0] from failed
-    if one.merge is None:
-        await _relay(one, decoding.result(), leg)
-    else:
-        await _joined(one, one.merge, decoding.result(), leg)
+    await _relay(one, decoding.result(), leg)
 
 
 async def _relay(one: RequestAttempt, response: EngineAnswer, leg: Leg | None = None) -> None:
-    """Passes the whole answer of a decode leg. leg: None: it has no id to hide.
+    """Passes the whole answer of a decode leg, after a first token of the prefill leg. leg: None:
+    it has no id to hide.
 
     Raises LegFailed before the first byte, Broken after it, ClientGone.
     """
-    client, head = one.job.client, headers.to_client(response.headers, response.engine.name)
-    changes = leg if leg is not None and leg.hidden is not None else None
-    # The head is held back until the first output: until then, another engine can be asked.
-    reader = EventReader(response)
-    if response.is_stream:
-        data = await reader.until_output()
-    else:
-        data = await (response.read_some() if changes is None else response.read())
-    response.shown = True
-    one.begins()
-    if changes is None:
-        await client.start(response.status, head)
-        await _unchanged(client, response, data + reader.rest())
-    else:
+    client, merge, reader = one.job.client, one.merge, EventReader(response)
+    head = headers.to_client(response.headers, response.engine.name)
+    changes: list[Callable[[bytes], bytes]] = []
+    if leg is not None and leg.hidden is not None:
+        changes.append(leg.shows)
+    if merge is not None:
+        changes.append(merge.from_decode)
+    if changes:
         head.popall("content-length", None)
+
+    async def begin() -> None:
+        one.begins()
         await client.start(response.status, head)
-        await _changed(client, reader, changes.shows, data)
+
+    if merge is not None:
+        await begin()
+        await client.write(one.first_events)
+    # Else the head is held back until the first output: until then, another engine can be asked.
+    data = await _beginning(client, response, reader, whole=bool(changes))
+    response.shown = True
+    if not client.started:
+        await begin()
+    if changes:
+        await _changed(client, reader, changes, data)
+    else:
+        await _unchanged(client, response, data + reader.rest())
     await client.finish()
+
+
+async def _beginning(
+    client: Client, response: EngineAnswer, reader: EventReader, *, whole: bool
+) -> bytes:
+    """Of a stream, the events up to the first output. whole: another answer has to be changed."""
+    try:
+        if response.is_stream:
+            return await reader.until_output()
+        return await (response.read() if whole else response.read_some())
+    except (LegFailed, Final) as exc:
+        if not client.started:
+            raise
+        await _break_off(client, exc, whole=True)
 
 
 async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> None:
@@ -202,12 +223,14 @@ async def _unchanged(client: Client, response: EngineAnswer, data: bytes) -> Non
 
 
 async def _changed(
-    client: Client, reader: EventReader, change: Callable[[bytes], bytes], events: bytes
+    client: Client, reader: EventReader, changes: Sequence[Callable[[bytes], bytes]], events: bytes
 ) -> None:
     """Event by event. events: those that have arrived."""
     try:
         while events:
-            await client.write(change(events))
+            for change in changes:
+                events = change(events)
+            await client.write(events)
             events = await reader.next()
     except (LegFailed, ValueError, RecursionError) as exc:
         await _break_off(client, exc, whole=True)
@@ -223,27 +246,6 @@ async def _break_off(client: Client, why: object, *, whole: bool) -> NoReturn:
         await client.write(b"data: " + msgspec.json.encode({"error": failed}) + b"\n\n")
     client.abort()
     raise Broken(str(why))
-
-
-async def _joined(
-    one: RequestAttempt, merge: FirstTokenMerge, response: EngineAnswer, leg: Leg
-) -> None:
-    """The first token comes from the prefill engine, and all others from the decode engine:
-    `first_token.py` joins them. Raises Broken, ClientGone."""
-    client = one.job.client
-    one.begins()
-    head = headers.to_client(response.headers, response.engine.name)
-    head.popall("content-length", None)
-    await client.start(response.status, head)
-    await client.write(one.first_events)
-    reader = EventReader(response)
-    try:
-        events = await reader.until_output()
-    except (LegFailed, Final) as exc:
-        await _break_off(client, exc, whole=True)
-    response.shown = True
-    await _changed(client, reader, lambda new: merge.from_decode(leg.shows(new)), events)
-    await client.finish()
 
 
 _ORDERS: Mapping[LegOrder, Callable[[RequestAttempt], Coroutine[Any, Any, None]]] = {

@@ -234,7 +234,7 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
     async with rig("nixl", prefill=1, decode=3) as r:
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
-        async with r.engines:
+        async with r.parts:
             await eventually(lambda: r.engines.loads.own(1).others == (7, 0), 5)
         for engine in r.decode:
             engine.faults.extend(Fault(hold=hold) for _ in range(2))

@@ -64,8 +64,11 @@ def _returned(raw: Params) -> Any:
 
 
 def _decode(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
-    prefill = {**_address(attempt.prefill, attempt), **(handoff or {})}
-    return _leg(body, attempt, {**prefill, "do_remote_decode": False, "do_remote_prefill": True})
+    params = _address(attempt.prefill, attempt)
+    if handoff is not None:
+        params |= handoff
+    params |= {"do_remote_decode": False, "do_remote_prefill": True}
+    return _leg(body, attempt, params)
 
 
 READ = ForwardProtocol(
