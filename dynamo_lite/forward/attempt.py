@@ -39,10 +39,6 @@ _RETRIED = frozenset({500, 502, 503, 504})
 _WHOLE_S = 60.0
 
 
-#: Takes HOST:PORT of each. Raises Final.
-NamedEngines = Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]]
-
-
 class ForwardParts:
     """What all requests use. Async context manager: while it lasts, engines are checked. by_load:
     whether engines are chosen, and not named by clients."""
@@ -56,8 +52,9 @@ class ForwardParts:
             config.engines, self.protocol, self.upstream, every_s, by_load=by_load
         )
         self.placer = Placer(self.engines, config)
-        #: Finds the prefill engines that a client has named; None: engines are chosen here.
-        self.named: NamedEngines | None = None
+        #: Finds the prefill engines whose HOST:PORT a client has named, or raises Final; None:
+        #: engines are chosen here.
+        self.named: Callable[[Sequence[str]], Awaitable[Sequence[KnownEngine]]] | None = None
 
     async def __aenter__(self) -> Self:
         for engine in self.engines.all:
@@ -196,10 +193,8 @@ class RequestAttempt:
         if status < 300 or (status < 400 and not prefill):
             return response
         head = headers.to_client(response.headers, engine.name)
-        body = leg.shows(await response.read())
-        if leg.hidden is not None:
-            head["content-length"] = str(len(body))
-        answer = Answer(status, head, body)
+        answer = Answer(status, head, leg.shows(await response.read()))
+        head["content-length"] = str(len(answer.body))
         if 400 <= status < 500:
             raise refused(engine, kind, answer)
         if not (job.request.route and (prefill or status in _RETRIED)):

@@ -11,7 +11,7 @@ import msgspec
 from dynamo_lite.forward.attempt import ForwardParts
 from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import trust
-from dynamo_lite.forward.http import ForwardServer, reply
+from dynamo_lite.forward.http import ForwardServer, Reply, reply
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.protocol import names
@@ -124,14 +124,10 @@ class Forwarder:
             return parts.decisions.answer(payload, host.lease.id)
 
         await enter(host.messaging.serve(subject, counted(explain, "explain", host.drops)))
-        own = {
-            **{
-                path: partial(_for_clients, make)
-                for path, make in {"/health": self.health, **host.probes}.items()
-            },
-            # If the path was passed on, any of the engines would answer.
-            "/metrics": lambda: error(404, "NotFoundError", _NO_METRICS),
-        }
+        pages = {"/health": self.health, **host.probes}
+        own: dict[str, Reply] = {path: partial(_for_clients, page) for path, page in pages.items()}
+        # If the path was passed on, any of the engines would answer.
+        own["/metrics"] = lambda: error(404, "NotFoundError", _NO_METRICS)
         shared = self._spec.instances > 1
         server = ForwardServer(parts, own, shared=shared, on_drop=host.drops)
         self._server = await enter(server)
@@ -161,8 +157,8 @@ class Forwarder:
         found = [f"{e.name}: {e.trouble}" for e in engines.all if e.decodes]
         found += engines.unused.values()
         if not found and self._config.discovers:
-            namespace = self._spec.namespace
-            return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"
+            where = self._spec.namespace
+            return f"no decode engine has joined {where}: start `dynamo-lite join` beside one"
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
 
 

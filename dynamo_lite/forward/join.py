@@ -46,8 +46,7 @@ class JoinOptions(EngineOptions):
     """How `dynamo-lite join` describes the engine."""
 
     protocol: ProtocolName
-    #: Name of the model, for engines whose `/v1/models` requires a key; empty: the name listed
-    #: there.
+    #: Name of the model, for engines whose `/v1/models` requires a key.
     model: str = ""
     health_interval_s: float = 1.0
 
@@ -194,5 +193,3 @@ def _report(line: dict[str, Any]) -> None:
             )
         case {"state": "failed", "error": error}:
             logger.error("%s", error)
-        case _:
-            pass

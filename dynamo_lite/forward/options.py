@@ -33,8 +33,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        parse_engine_url(self.url)
-        host = self.transfer_host
+        _, host = self.address, self.transfer_host
         if host is not None and (host in _NO_HOSTS or any(char in host for char in "[]/ ")):
             raise ValueError(
                 f"transfer-host is {host!r}: expected the host name or IP address under which"
@@ -49,7 +48,16 @@ class EngineOptions:
 
     @property
     def address(self) -> tuple[str, int]:
-        return parse_engine_url(self.url)
+        """Host and port. Raises ValueError."""
+        try:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError("no URL")
+            return parse_host_port(self.url)
+        except ValueError as exc:
+            raise ValueError(
+                "expected http://HOST:PORT or https://HOST:PORT without a path, a query or"
+                " credentials"
+            ) from exc
 
     def transfer_address(self, protocol: str) -> tuple[str, int]:
         """Where its side of the handover listens. Raises ValueError for an impossible port."""
@@ -109,18 +117,6 @@ class ForwarderConfig:
     @property
     def discovers(self) -> bool:
         return not self.engines if self.discover is None else self.discover
-
-
-def parse_engine_url(url: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError."""
-    try:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("no URL")
-        return parse_host_port(url)
-    except ValueError as exc:
-        raise ValueError(
-            "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
-        ) from exc
 
 
 def parse_host_port(text: str) -> tuple[str, int]:

@@ -106,11 +106,6 @@ class SidecarConfig:
                 " --transfer-host, this host's address as they see it"
             )
 
-    def prefiller(self, name: str) -> EngineOptions:
-        """name: HOST:PORT."""
-        scheme = "https" if self.prefillers.secure else "http"
-        return replace(self.prefillers, url=f"{scheme}://{name}")
-
 
 class NamedPrefillers:
     """The prefill engines that clients name, of those hosts that are allowed."""
@@ -158,8 +153,9 @@ class NamedPrefillers:
 
     def _add(self, name: str) -> KnownEngine:
         """It counts as healthy until a leg or a check fails, unless its ids have to be known."""
-        engines = self._parts.engines
-        engine = self._known[name] = engines.add(self._config.prefiller(name))
+        engines, common = self._parts.engines, self._config.prefillers
+        url = f"{'https' if common.secure else 'http'}://{name}"
+        engine = self._known[name] = engines.add(replace(common, url=url))
         if len(self._known) > MAX_PREFILLERS:
             engines.remove(self._known.popitem(last=False)[1])
         if not self._parts.protocol.query_path:

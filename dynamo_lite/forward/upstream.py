@@ -1,13 +1,12 @@
 """HTTP requests to engines, over connections that are kept and used again.
 
-This is a special client, because a Forwarder mainly passes on pieces of answers. With aiohttp's,
-which has a stream reader of its own, a request takes twice as many instructions
-(docs/forwarding.md#cost).
+With aiohttp's client a request takes twice as many instructions (docs/forwarding.md#cost).
 """
 
 import asyncio
 import ssl
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 
 from multidict import CIMultiDict
@@ -78,12 +77,9 @@ class Upstream:
         try:
             async with asyncio.timeout(within_s):
                 close = {"connection": "close"}
-                answer = await self.send(engine, "check", "GET", path, close, at=at)
-                try:
+                with closing(await self.send(engine, "check", "GET", path, close, at=at)) as answer:
                     page = await answer.read()
                     return answer.status, page
-                finally:
-                    answer.close()
         except TimeoutError as exc:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
@@ -102,10 +98,8 @@ class Upstream:
         self, engine: KnownEngine, leg: LegKind, place: _Place
     ) -> UpstreamConnection:
         address, tls = place
-
-        def made() -> UpstreamConnection:
-            return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
-
+        on_free, on_lost = partial(self._free, place), partial(self._lost, place)
+        made = partial(UpstreamConnection, on_free, on_lost)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):

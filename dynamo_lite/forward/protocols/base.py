@@ -31,7 +31,6 @@ VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
 #: time waits for it until a timeout.
 MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
-
 #: When the legs are sent. Serial: the decode leg needs the prefill leg's answer. Parallel: both at
 #: once; the decode engine waits for the KV by itself. Single: only the decode leg; the decode
 #: engine asks the prefill engine itself. Alone: there is no prefill engine.
