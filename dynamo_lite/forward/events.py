@@ -18,7 +18,6 @@ from dynamo_lite.forward.failures import Final, LegFailed, check_size, refused
 #: More of the beginning of a stream is not held back. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
 
-#: How an event ends.
 EVENT_ENDS = _LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 #: SGLang writes errors as Python does.

@@ -11,7 +11,6 @@ Pure: whole events in, whole events out. Corner cases:
   could be the beginning of a stop string. So the text is compared, not numbers of tokens: what goes
   beyond the prefill engine's is shown. Where the first tokens differ, the first word of the decode
   engine's text is taken for its own first token and removed: few tokens go on after a space.
-- Errors of either engine are shown as they are.
 - Tokens of another form than engines give them raise ValueError, or RecursionError.
 """
 

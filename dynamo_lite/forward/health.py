@@ -66,7 +66,6 @@ class KnownEngines:
             self.add(one)
 
     async def end(self) -> None:
-        """Checks no engine any more."""
         await self._tasks.end()
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:

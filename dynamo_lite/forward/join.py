@@ -163,10 +163,8 @@ class JoinedEngine:
 
 
 async def register(spec: ProcessSpec, options: JoinOptions) -> int:
-    """Returns the exit code.
-
-    If the lease expired while etcd was out of reach, a new lease is granted: no other
-    process would register the engine again."""
+    """Returns the exit code. After a lease that expired while etcd was out of reach, a new one is
+    granted: no other process would register the engine again."""
     expired = False
     while True:
         code = await run_process(spec, JoinedEngine(options), _report)

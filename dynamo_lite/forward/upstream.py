@@ -17,6 +17,9 @@ from dynamo_lite.forward.failures import LegFailed, LegKind
 from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
+#: A connect timeout that comes so much too late says that this process has stood still, and nothing
+#: about the engine: it is tried again.
+_LATE_S = 0.2
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 _Address = tuple[str, int]
@@ -101,19 +104,23 @@ class Upstream:
         on_free, on_lost = partial(self._free, place), partial(self._lost, place)
         made = partial(UpstreamConnection, on_free, on_lost)
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                _, connection = await loop.create_connection(made, *address, ssl=tls)
-        except TimeoutError as exc:
-            text = f"no connection within {_CONNECT_S:g} s"
-            raise LegFailed(engine, leg, "refused", text) from exc
-        except OSError as exc:
-            # Other ports of an engine may refuse while it works.
-            if isinstance(exc, ConnectionRefusedError) and address == engine.address:
-                engine.ended("it refuses connections", refuses=True)
-            raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
-        self._open.add(connection)
-        return connection
+        while True:
+            due = loop.time() + _CONNECT_S
+            try:
+                async with asyncio.timeout_at(due):
+                    _, connection = await loop.create_connection(made, *address, ssl=tls)
+            except TimeoutError as exc:
+                if loop.time() - due > _LATE_S:
+                    continue
+                text = f"no connection within {_CONNECT_S:g} s"
+                raise LegFailed(engine, leg, "refused", text) from exc
+            except OSError as exc:
+                # Other ports of an engine may refuse while it works.
+                if isinstance(exc, ConnectionRefusedError) and address == engine.address:
+                    engine.ended("it refuses connections", refuses=True)
+                raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
+            self._open.add(connection)
+            return connection
 
     def _free(self, place: _Place, connection: UpstreamConnection) -> None:
         idle = self._idle.setdefault(place, [])

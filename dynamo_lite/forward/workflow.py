@@ -87,8 +87,7 @@ def _retries(parts: ForwardParts, job: ForwardJob, failure: LegFailed) -> bool:
         if parts.protocol.decodes_alone:
             tried.alone = "prefill_failed"
         else:
-            # No decode engine could serve it alone, so the next prefill engine is tried, if
-            # there is one.
+            # No decode engine could serve it alone: the next prefill engine is tried, if any.
             tried.prefill.add(number)
         return True
     tried.failed += 1
