@@ -61,7 +61,7 @@ BUDGET = {
     "dynamo_lite/request_plane": 1_809,
     "dynamo_lite/disagg": 5_969,
     "dynamo_lite/vllm": 6_605,
-    "dynamo_lite/forward": 4_500,
+    "dynamo_lite/forward": 4_498,
     "dynamo_lite/planner": 1_782,
     "dynamo_lite/serve": 4_907,
     "dynamo_lite/cli": 2_223,

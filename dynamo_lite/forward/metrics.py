@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -36,15 +37,14 @@ class ForwardMetrics(Collector):
         stats, loads = self._stats, self._engines.loads
         refused = {(str(status),): number for status, number in stats.refused.items()}
         ended = {(how,): number for how, number in stats.ended.items()}
-        choices, legs = self._placer.choices, ("leg", "kind")
-        for name, text, labels, counts in (
-            ("answers", "Answers that were begun, and why so", ("how", "reason"), stats.answered),
-            ("leg_failures", "Legs that failed before the client had a byte", legs, stats.failures),
-            ("choices", "Engines that were chosen, by leg and reason", ("leg", "reason"), choices),
-            ("refused", "Errors because no engine answered", ("status",), refused),
-            ("requests_ended", "How requests ended", ("outcome",), ended),
-        ):
-            yield _family(CounterMetricFamily, name, text, labels, counts)
+        count, gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+        why, leg, chosen = ("how", "reason"), ("leg", "kind"), ("leg", "reason")
+        yield count("dynamo_lite_forward_answers", "Answers that were begun", why, stats.answered)
+        yield count("dynamo_lite_forward_leg_failures", "Legs that failed", leg, stats.failures)
+        choices = self._placer.choices
+        yield count("dynamo_lite_forward_choices", "Engines that were chosen", chosen, choices)
+        yield count("dynamo_lite_forward_refused", "Refused requests", ("status",), refused)
+        yield count("dynamo_lite_forward_requests_ended", "How they ended", ("outcome",), ended)
 
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
         which = ("engine", "role")
@@ -52,13 +52,11 @@ class ForwardMetrics(Collector):
         legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
         misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
         unused = {(): len(self._engines.unused) + misfits}
-        for name, text, labels, values in (
-            ("requests", "Requests in flight", (), {(): stats.in_flight}),
-            ("engine_usable", "1 while the engine gets legs", which, usable),
-            ("engine_legs", "Legs of this process at the engine", which, legs),
-            ("unused_engines", "Engines that do not fit", (), unused),
-        ):
-            yield _family(GaugeMetricFamily, name, text, labels, values)
+        in_flight = {(): stats.in_flight}
+        yield gauge("dynamo_lite_forward_requests", "Requests in flight", (), in_flight)
+        yield gauge("dynamo_lite_forward_engine_usable", "1: it gets legs", which, usable)
+        yield gauge("dynamo_lite_forward_engine_legs", "Its open legs from here", which, legs)
+        yield gauge("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused)
 
 
 def _family(
@@ -69,7 +67,7 @@ def _family(
     values: Mapping[tuple[str, ...], int],
 ) -> Metric:
     """values: by the labels' values."""
-    family = kind(f"dynamo_lite_forward_{name}", text, labels=labels)
+    family = kind(name, text, labels=labels)
     for each, value in values.items():
         family.add_metric(list(each), value)
     return family
