@@ -9,17 +9,16 @@ from typing import Any
 import aiohttp
 
 from dynamo_lite.forward.attempt import ForwardParts
+from dynamo_lite.forward.client import Answer
 from dynamo_lite.forward.health import KnownEngines
-from dynamo_lite.forward.http import ForwardServer, reply_of
+from dynamo_lite.forward.http import ForwardServer, reply
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.forward.placing import Placer
 from dynamo_lite.forward.upstream import Upstream
-from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.forwarding import ForwardDecision, decode_forward_explained
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
 from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
@@ -71,7 +70,6 @@ class Rig(Asked):
     engines: KnownEngines
     upstream: Upstream
     parts: ForwardParts
-    forwarding: Forwarding
     placer: Placer
     server: ForwardServer
 
@@ -82,12 +80,12 @@ class Rig(Asked):
 
     @property
     def answered(self) -> dict[tuple[str, str], int]:
-        return dict(self.forwarding.stats.answered)
+        return dict(self.parts.stats.answered)
 
 
 def told(r: Rig, **wanted: Any) -> list[ForwardDecision]:
     """What `explain` would be answered."""
-    reply = r.forwarding.decisions.answer(encode(Explain(**wanted)), lease_id=7)
+    reply = r.parts.decisions.answer(encode(Explain(**wanted)), lease_id=7)
     answer = decode_forward_explained(reply)
     assert answer.lease_id == 7
     return answer.decisions
@@ -139,7 +137,10 @@ async def rig(
     """https: of all servers. ca_file: of all engines. options: of `ForwarderConfig`."""
     async with AsyncExitStack() as stack:
         made = await asked_engines(stack, protocol, prefill, decode, https)
+        if https is not None:
+            options["tls_cert"], options["tls_key"] = map(str, https.files())
         config = ForwarderConfig(
+            port=0,
             protocol=protocol,  # type: ignore[arg-type]
             engines=tuple(
                 EngineOptions(
@@ -154,29 +155,25 @@ async def rig(
         )
         parts = ForwardParts(config)
         engines = parts.engines
-        await stack.enter_async_context(parts.upstream)
+        stack.push_async_callback(parts.upstream.aclose)
         # Its engines are not entered: a test checks the engines when it means to.
-        forwarding = Forwarding(parts)
-        sock = bind("127.0.0.1", 0)
-        health = reply_of(lambda: {"ok": any(e.usable for e in engines.all if e.decodes)})
-        tls = None if https is None else server_context(*https.files())
-        server = ForwardServer(
-            forwarding, config, sock, {"/health": health}, tls=tls, on_drop=on_drop
-        )
-        await server.start()
-        stack.push_async_callback(server.stop, 0.0)
+
+        def health() -> Answer:
+            return reply({"ok": any(e.usable for e in engines.all if e.decodes)})
+
+        server = ForwardServer(parts, {"/health": health}, on_drop=on_drop)
+        await stack.enter_async_context(server)
         r = Rig(
             **made,
-            url=f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}",
+            url=server.url,
             engines=engines,
             upstream=parts.upstream,
             parts=parts,
-            forwarding=forwarding,
             placer=parts.placer,
             server=server,
         )
         await r.check()
         yield r
         await r.fleet.ends_well()
-        assert forwarding.stats.in_flight == 0
+        assert parts.stats.in_flight == 0
         assert not engines.loads.requests

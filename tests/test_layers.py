@@ -39,7 +39,7 @@ HOMES = {
     "pydantic": ("vllm/frontend",),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
-    "typer": ("serve", "cli"),
+    "typer": ("forward/commands.py", "serve", "cli"),
 }
 
 #: Files, and folders of files, with values in and values out.
@@ -61,11 +61,11 @@ BUDGET = {
     "dynamo_lite/request_plane": 1_794,
     "dynamo_lite/disagg": 5_889,
     "dynamo_lite/vllm": 6_570,
-    "dynamo_lite/forward": 4_487,
+    "dynamo_lite/forward": 4_491,
     "dynamo_lite/planner": 1_773,
     "dynamo_lite/serve": 4_608,
-    "dynamo_lite/cli": 2_449,
-    "tests": 49_586,
+    "dynamo_lite/cli": 2_215,
+    "tests": 49_588,
     "tests/simulation": 7_881,
 }
 SLACK = 50

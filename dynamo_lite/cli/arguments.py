@@ -6,7 +6,7 @@ signal, or interrupted.
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -93,6 +93,21 @@ LogLines = Annotated[
 ]
 
 DEFAULT_STATE_DIR = Path(".dynamo-lite")
+#: By the names of their parameters.
+_SHARED = {
+    "state_dir": StateDir,
+    "namespace": Namespace,
+    "etcd_url": EtcdUrl,
+    "verbose": Verbose,
+    "log_format": LogLines,
+}
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives the parameters of these names, in a command of another room, their help and checks."""
+    types = command.__annotations__
+    types.update({name: _SHARED[name] for name in _SHARED if name in types})
+    return command
 
 
 @contextlib.contextmanager

@@ -20,12 +20,10 @@ from dynamo_lite.cli import (
     access,
     drain,
     explain,
-    join_command,
     listing,
     live_options,
     planner,
     scale,
-    sidecar_command,
 )
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
@@ -40,8 +38,10 @@ from dynamo_lite.cli.arguments import (
     StateDir,
     Verbose,
     interruptible,
+    with_shared_options,
 )
 from dynamo_lite.cli.listing import OnGraph, Place, on_graph
+from dynamo_lite.forward import commands as forward
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.runtime.store import Store
 
@@ -91,11 +91,47 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     del version
+    context.obj = _process_of_graph  # for commands of other rooms
+
+
+def _process_of_graph(
+    component: str,
+    *,
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    certificates: Path | None,
+    bind_host: str,
+    **more: Any,
+) -> Any:
+    """The `ProcessSpec` of a process that a command runs. Raises StartupError, ConfigError."""
+    from dynamo_lite.runtime.process.component import ProcessSpec
+    from dynamo_lite.serve.startup_checks import check_bind_host, check_urls
+
+    graph = OnGraph(
+        state_dir=state_dir, etcd_url=etcd_url, namespace=namespace, certificates=certificates
+    )
+    place = graph.place(component)
+    check_urls(None, place.etcd_url)
+    if place.certificates() is None:
+        check_bind_host(bind_host, place.namespace, "--bind-host", "--certificates")
+    return ProcessSpec(
+        namespace=place.namespace,
+        component=component,
+        instance=0,
+        nats_url="",
+        etcd_url=place.etcd_url,
+        state_dir=str(state_dir),
+        certificates=None if place.folder is None else str(place.folder.absolute()),
+        bind_host=bind_host,
+        **more,
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -250,8 +286,8 @@ app.command()(drain.drain)
 app.add_typer(live_options.app, name="config")
 app.add_typer(planner.app, name="planner")
 app.add_typer(access.app, name="access")
-app.command()(join_command.join)
-app.command()(sidecar_command.sidecar)
+app.command()(with_shared_options(forward.join))
+app.command()(with_shared_options(forward.sidecar))
 
 
 def _as_yaml(graph: str, config: Any) -> str:

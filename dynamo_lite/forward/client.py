@@ -27,21 +27,6 @@ class ClientGone(Exception):
     """The client has disconnected."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incoming:
-    """A request without its body."""
-
-    method: str
-    #: Path with the query, encoded; begins with a slash.
-    path: str
-    #: Of `headers.to_engine`.
-    headers: CIMultiDict[str]
-    #: Of `headers.client_id`.
-    client_id: str
-    #: Prefill engines that its header names; only a sidecar follows it.
-    named: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A whole answer."""

@@ -90,13 +90,11 @@ class EngineAnswer:
 
     async def read(self) -> bytes:
         """The rest of the body. Raises LegFailed also if it is too large."""
-        found: list[bytes] = []
-        size = 0
+        found = bytearray()
         while part := await self.read_some():
-            size += len(part)
-            check_size(size, self.engine, self.leg)
-            found.append(part)
-        return found[0] if len(found) == 1 else b"".join(found)
+            found += part
+            check_size(len(found), self.engine, self.leg)
+        return bytes(found)
 
     async def pass_on(self, push: Push, drained: Callable[[], Awaitable[None]]) -> None:
         """Passes arriving bytes to `push` at once. When `push` has no room, reading pauses

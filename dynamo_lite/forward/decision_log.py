@@ -44,9 +44,6 @@ class RequestNote:
     def age_s(self) -> float:
         return time.monotonic() - self._at
 
-    def known_as(self, request_id: str) -> bool:
-        return request_id in self.message.ids or request_id == self.message.request_id
-
     def tries(self, attempt: ForwardAttempt, prompt_tokens: int, request_id: str = "") -> None:
         """An attempt begins. request_id: of its legs."""
         message = self.message
@@ -63,17 +60,11 @@ class RequestNote:
         if self.message.attempts:
             self.message.attempts[-1].failure = str(why)[:_TEXT]
 
-    def no_engine(self, why: Exception) -> None:
-        self.message.error = str(why)[:_TEXT]
-
     def leg_begins(self, leg: str, engine: str) -> LegTaken:
         """Of the last attempt."""
         taken = LegTaken(leg=leg, engine=engine, after_s=self.age_s)
         self.message.attempts[-1].legs.append(taken)
         return taken
-
-    def head_came(self, taken: LegTaken, status: int) -> None:
-        taken.status, taken.head_s = status, self.age_s - taken.after_s
 
     def leg_ends(self, taken: LegTaken, failure: str = "") -> None:
         """Only the first end counts."""
@@ -107,7 +98,7 @@ class ForwardDecisionLog:
             note
             for note in reversed(self._kept)
             if note.age_s <= wanted.within_s
-            and (not wanted.request_id or note.known_as(wanted.request_id))
+            and wanted.request_id in ("", note.message.request_id, *note.message.ids)
         )
         newest = list(itertools.islice(matching, min(wanted.last, MOST_AT_A_TIME)))
         for note in newest:

@@ -104,7 +104,7 @@ class KnownEngine:
         """A check has passed. Returns whether the engine was unhealthy before."""
         before, self.healthy, self.failures = self.healthy, True, 0
         if not before:
-            # A leg that was still open may have found the old process unfit after `forget`.
+            # A leg that was still open may have found the old process unfit meanwhile.
             self.trouble = self.misfit = ""
         return not before
 
@@ -119,14 +119,10 @@ class KnownEngine:
             return False
         if not at_once and self.failures < FAILURES:
             return False
-        self.healthy, self.trouble = False, why
-        self.forget()
-        return True
-
-    def forget(self) -> None:
-        """Forgets everything that may differ for another process at this address."""
+        self.healthy, self.trouble, self.misfit = False, why, ""
+        # Another process at this address may have another one.
         self.peer, self.varies = replace(self.peer, identity=None), False
-        self.misfit = ""
+        return True
 
     def unfit(self, why: str) -> None:
         """Its answer to a prefill leg says why it gets no others now."""

@@ -18,7 +18,7 @@ from dynamo_lite.forward.failures import Final, LegFailed, check_size, refused
 #: More of the beginning of a stream is not held back. An event may contain the prompt's tokens.
 LIMIT_BYTES = 1 << 20
 
-_LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
+EVENT_ENDS = _LF_END, _CRLF_END = b"\n\n", b"\n\r\n"
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 #: SGLang writes errors as Python does.
 _ERRORS = (b'{"error"', b"{'error'")
@@ -86,11 +86,6 @@ def split(events: bytes) -> list[bytes]:
     return _BLANK_LINE.split(events)
 
 
-def ends_event(data: bytes) -> bool:
-    """Whether the end of these bytes is the end of an event."""
-    return data.endswith((_LF_END, _CRLF_END))
-
-
 async def without_error(response: EngineAnswer) -> bytes:
     """A whole stream. Raises LegFailed, and Final, also for an error in it."""
     reader, found = EventReader(response), b""
@@ -128,7 +123,7 @@ def failure(response: EngineAnswer, error: bytes) -> LegFailed | Final:
         answer = Answer(code, {"content-type": "application/json"}, error)
     if answer is not None and answer.status < 500:
         return refused(response.engine, response.leg, answer)
-    return LegFailed(response.engine, response.leg, "event", answer=answer)
+    return LegFailed(response.engine, response.leg, "status", answer=answer)
 
 
 class _Event(msgspec.Struct):

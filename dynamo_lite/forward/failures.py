@@ -12,21 +12,12 @@ from dynamo_lite.forward.engines import KnownEngine
 from dynamo_lite.protocol.errors import DynamoLiteError
 
 #: `refused`: no connection; `broken`: the connection was lost; `too_large`: the answer is larger
-#: than what is kept in memory; `status`: it answered with an error of its own; `event`: the same in
-#: place of a stream's first output; `unpaired`: nothing was handed over, or by another process than
-#: expected; `mismatch`: the engine speaks another protocol; `malformed`: its answer cannot be read;
-#: `too_long`: the prompt is longer than this prefill engine takes.
+#: than what is kept in memory; `status`: it answered with an error of its own, at once or in place
+#: of a stream's first output; `unpaired`: nothing was handed over, or by another process or
+#: protocol than expected; `malformed`: its answer cannot be read; `too_long`: the prompt is longer
+#: than this prefill engine takes.
 FailureKind = Literal[
-    "refused",
-    "timeout",
-    "broken",
-    "too_large",
-    "status",
-    "event",
-    "unpaired",
-    "mismatch",
-    "malformed",
-    "too_long",
+    "refused", "timeout", "broken", "too_large", "status", "unpaired", "malformed", "too_long"
 ]
 #: A check is a question of our own, and no part of a client's request.
 LegKind = Literal["prefill", "decode", "check"]
@@ -61,12 +52,6 @@ class LegFailed(DynamoLiteError):
         self.engine, self.answer = engine, answer
         self.leg: LegKind = leg
         self.kind: FailureKind = kind
-
-    @property
-    def answered(self) -> bool:
-        """Of a check: whether something listens there, and has answered or closed the
-        connection."""
-        return self.kind in ("broken", "too_large")
 
 
 def refused(engine: KnownEngine, leg: LegKind, answer: Answer) -> LegFailed | Final:

@@ -11,8 +11,7 @@ Pure: whole events in, whole events out. Corner cases:
   could be the beginning of a stop string. So the text is compared, not numbers of tokens: what goes
   beyond the prefill engine's is shown. Where the first tokens differ, the first word of the decode
   engine's text is taken for its own first token and removed: few tokens go on after a space.
-- Errors of either engine are shown as they are.
-- Tokens of another form than engines give them raise MalformedEvent.
+- Tokens of another form than engines give them raise ValueError, or RecursionError.
 """
 
 import re
@@ -33,10 +32,6 @@ _REPLACEMENT = "\ufffd"
 _DONE = b"[DONE]"
 
 
-class MalformedEvent(ValueError):
-    """The tokens of an event cannot be read."""
-
-
 class _Choice(msgspec.Struct):
     """What is read of an event's choices: everything else in them may have any form."""
 
@@ -47,73 +42,51 @@ class _Choice(msgspec.Struct):
 
 class FirstTokenMerge:
     def __init__(self) -> None:
+        #: Whether the prefill engine has ended a choice, as after its one token.
+        self.begun = False
         #: What the prefill engine has shown and the decode engine has not repeated, by choice and
         #: field; without the choices that go beyond it.
         self._shown: dict[int, dict[str, str]] = {}
 
-    @property
-    def begun(self) -> bool:
-        """Whether the prefill engine has sent a token of any choice."""
-        return bool(self._shown)
-
     def from_prefill(self, events: bytes) -> bytes:
-        """Raises MalformedEvent, as `from_decode`."""
-        return _each(events, self._prefill_event)
+        return _each(events, self._first, ends=False)
 
     def from_decode(self, events: bytes) -> bytes:
-        return _each(events, self._decode_event) if self._shown else events
+        return _each(events, self._next, ends=True) if self._shown else events
 
-    def _prefill_event(self, payload: bytes) -> bytes:
-        if (found := _decoded(payload)) is None:
-            return b"" if payload == _DONE else _event(payload)
-        event, choices = found
-        if not choices:
-            return b""  # its usage counts one token
-        for choice in choices:
-            self._first_token(choice)
-        event["choices"] = choices
+    def _first(self, event: _Json) -> bool:
+        """Notes the texts. Ends are only due to the limit of one token, which usage counts."""
         event.pop("usage", None)
-        return _event(msgspec.json.encode(event))
-
-    def _first_token(self, choice: _Json) -> None:
-        """Notes a choice of the prefill engine. Its end is only due to its limit of one token."""
-        ended = choice.get("finish_reason") is not None
-        texts = _texts(choice)
-        if ended or _has_token(choice, texts):
-            shown = self._shown.setdefault(_index(choice), {})
-            for key, text in texts.items():
+        for choice in event["choices"]:
+            self.begun = self.begun or choice.get("finish_reason") is not None
+            shown = self._shown.setdefault(choice.get("index") or 0, {})
+            for key, text in _texts(choice).items():
                 shown[key] = shown.get(key, "") + text
-        for key in ("finish_reason", "stop_reason"):
-            if choice.get(key) is not None:
+            for key in {"finish_reason", "stop_reason"} & choice.keys():
                 choice[key] = None
+        return bool(event["choices"])
 
-    def _decode_event(self, payload: bytes) -> bytes:
-        if (found := _decoded(payload)) is None or not found[1]:
-            return _event(payload)
-        event, choices = found
-        event["choices"] = [choice for choice in choices if self._beyond(choice)]
-        return _event(msgspec.json.encode(event)) if event["choices"] else b""
+    def _next(self, event: _Json) -> bool:
+        if not event["choices"]:
+            return True
+        event["choices"] = [choice for choice in event["choices"] if self._goes_beyond(choice)]
+        return bool(event["choices"])
 
-    def _beyond(self, choice: _Json) -> bool:
+    def _goes_beyond(self, choice: _Json) -> bool:
         """Removes the part of the decode engine's chunk that was shown already. Returns whether
         anything is left."""
-        index, texts = _index(choice), _texts(choice)
-        shown = self._shown.get(index)
-        if shown is None:
+        index = choice.get("index") or 0
+        if (shown := self._shown.get(index)) is None:
             return True
-        ends = choice.get("finish_reason") is not None
-        if not _has_token(choice, texts):
-            return ends
-        rests = {key: _rest(shown, key, text) for key, text in texts.items()}
-        owner = choice
-        if "text" not in choice:
-            owner = choice["delta"] = {k: v for k, v in choice["delta"].items() if k != "role"}
-        for key, rest in rests.items():
-            if rest or owner is choice:
-                owner[key] = rest
-            else:
-                del owner[key]
-        left = any(rests.values())
+        rests = {key: _rest(shown, key, text) for key, text in _texts(choice).items()}
+        left, ends = any(rests.values()), choice.get("finish_reason") is not None
+        if "text" in choice:
+            choice |= rests
+        else:
+            others = {
+                k: v for k, v in (choice.get("delta") or {}).items() if k not in ("role", *rests)
+            }
+            choice["delta"] = others | {key: rest for key, rest in rests.items() if rest}
         if not left:
             choice.pop("logprobs", None)  # of tokens that were shown
         if left or ends or not any(shown.values()):
@@ -134,42 +107,34 @@ def _rest(shown: dict[str, str], key: str, text: str) -> str:
     return "" if first is None else text[first.end() :]
 
 
-def _each(events: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """Raises MalformedEvent."""
-    lines = (line for line in events.split(b"\n") if line.startswith(b"data:"))
-    try:
-        return b"".join(change(line[5:].strip()) for line in lines)
-    except (ValueError, RecursionError) as exc:
-        raise MalformedEvent(type(exc).__name__) from exc
+def _each(events: bytes, change: Callable[[_Json], bool], *, ends: bool) -> bytes:
+    """change: returns whether an event with choices is shown. ends: whether the mark of the end
+    is. All others are."""
+    shown = b""
+    for line in events.split(b"\n"):
+        if not line.startswith(b"data:"):
+            continue
+        payload = line[5:].strip()
+        event, shows = _decoded(payload), ends or payload != _DONE
+        if event is not None:
+            shows = change(event)
+            payload = msgspec.json.encode(event)
+        if shows:
+            shown += b"data: " + payload + b"\n\n"
+    return shown
 
 
-def _event(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
-
-
-def _decoded(payload: bytes) -> tuple[_Json, list[_Json]] | None:
-    """An event and its choices; None if it has none. Raises ValueError, RecursionError."""
-    if payload == _DONE:
-        return None
+def _decoded(payload: bytes) -> _Json | None:
+    """An event with its choices; None if it has none."""
     try:
         event: _Json = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return None
     if "choices" not in event:
         return None
-    choices = plain(event["choices"])
-    msgspec.convert(choices, list[_Choice] | None)
-    return event, choices or []
-
-
-def _has_token(choice: _Json, texts: dict[str, str]) -> bool:
-    """A chat's first chunk has a role, and empty content."""
-    role = (choice.get("delta") or {}).get("role") is not None
-    return any(texts.values()) if role else bool(texts)
-
-
-def _index(choice: _Json) -> int:
-    return choice.get("index") or 0
+    event["choices"] = plain(event["choices"]) or []
+    msgspec.convert(event["choices"], list[_Choice])
+    return event
 
 
 def _texts(choice: _Json) -> dict[str, str]:

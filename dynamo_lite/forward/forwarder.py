@@ -8,18 +8,16 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import error
+from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import trust
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
+from dynamo_lite.forward.http import ForwardServer, Reply, reply
 from dynamo_lite.forward.metrics import ForwardMetrics
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.forwarding import JOINED_AS
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
-from dynamo_lite.runtime.address import advertised_address, host_port, local_url
+from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 
@@ -111,39 +109,28 @@ class Forwarder:
         """Serves HTTP without waiting for engines: 503 until one of them is healthy."""
         self._host = host
         config, parts, enter = self._config, self._parts, host.stack.enter_async_context
-        sock = bind(config.host, config.port, shared=host.spec.instances > 1)
-        host.stack.callback(sock.close)
-        port = sock.getsockname()[1]
-        await enter(parts.upstream)
-        await enter(parts.engines)
+        await enter(parts)
         if config.discovers:
             trust(config.joined_ca_file)  # a mistake in it ends the start
             prefix = names.components_prefix(host.spec.namespace)
             roster = await enter(Roster(host.store, prefix, host.drops))
             discover(roster, parts)
-        forwarding = Forwarding(parts)
         host.registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
         subject = names.forward_explain_subject(host.spec.namespace, host.lease.id)
 
         async def explain(payload: bytes) -> bytes:
-            return forwarding.decisions.answer(payload, host.lease.id)
+            return parts.decisions.answer(payload, host.lease.id)
 
         await enter(host.messaging.serve(subject, counted(explain, "explain", host.drops)))
-        await host.register("http", stream=advertised_address(config.host, port))
-        own = {
-            **{
-                path: reply_of(partial(_for_clients, make))
-                for path, make in {"/health": self.health, **host.probes}.items()
-            },
-            # If the path was passed on, any of the engines would answer.
-            "/metrics": lambda: error(404, "NotFoundError", _NO_METRICS),
-        }
-        self._server = server = ForwardServer(
-            forwarding, config, sock, own, tls=server_tls(config), on_drop=host.drops
-        )
-        await server.start()
-        host.stack.push_async_callback(server.stop, 0.0)
-        return {"url": local_url(config.host, port, tls=config.tls_cert is not None)}
+        pages = {"/health": self.health, **host.probes}
+        own: dict[str, Reply] = {path: partial(_for_clients, page) for path, page in pages.items()}
+        # If the path was passed on, any of the engines would answer.
+        own["/metrics"] = lambda: error(404, "NotFoundError", _NO_METRICS)
+        shared = host.spec.instances > 1
+        server = ForwardServer(parts, own, shared=shared, on_drop=host.drops)
+        self._server = await enter(server)
+        await host.register("http", stream=advertised_address(config.host, server.port))
+        return {"url": server.url}
 
     async def drain(self, grace_s: float) -> None:
         """Accepts no new connections. Open answers may finish within `grace_s`."""
@@ -165,11 +152,11 @@ class Forwarder:
         found = [f"{e.name}: {e.trouble}" for e in engines.all if e.decodes]
         found += engines.unused.values()
         if not found and self._config.discovers:
-            namespace = self._host.spec.namespace
-            return f"no decode engine has joined {namespace}: start `dynamo-lite join` beside one"
+            where = self._host.spec.namespace
+            return f"no decode engine has joined {where}: start `dynamo-lite join` beside one"
         return f"no decode engine is healthy ({'; '.join(found)}): start one, or see its log"
 
 
-def _for_clients(read: Callable[[], Mapping[str, Any]]) -> dict[str, int]:
+def _for_clients(read: Callable[[], Mapping[str, Any]]) -> Answer:
     """Without texts, which name engines' addresses: the status server has these."""
-    return {key: value for key, value in read().items() if isinstance(value, int)}
+    return reply({key: value for key, value in read().items() if isinstance(value, int)})

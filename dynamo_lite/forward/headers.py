@@ -13,12 +13,14 @@ _HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
+#: Names prefill engines; only a sidecar follows it.
+PREFILLER_HEADER = "x-prefiller-host-port"
 #: Set by the Forwarder, or only for a proxy: a client must not choose engines or ranks. Compression
 #: is not requested, because compressed answers could not be read here.
 _NOT_FOR_ENGINES = frozenset(
     {
         *("host", "content-length", "expect", "accept-encoding", "x-data-parallel-rank"),
-        *("x-prefiller-host-port", "x-data-parallel-host-port"),
+        *(PREFILLER_HEADER, "x-data-parallel-host-port"),
     }
 )
 _VALID_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -59,6 +61,13 @@ def client_id(headers: CIMultiDictProxy[str]) -> str:
     """The client's X-Request-Id; empty if there is none or engines could misread it."""
     given = headers.get("x-request-id", "")
     return given if _VALID_ID.fullmatch(given) else ""
+
+
+def prefillers(headers: CIMultiDictProxy[str]) -> tuple[str, ...]:
+    """The prefill engines that a client has named, in its order, unchecked."""
+    values = headers.getall(PREFILLER_HEADER, ())
+    parts = (part.strip() for value in values for part in value.split(","))
+    return tuple(part for part in parts if part)
 
 
 def _dropped(connection: Iterable[str]) -> frozenset[str]:

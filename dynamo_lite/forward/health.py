@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Self
 
 import msgspec
 
@@ -34,8 +33,7 @@ _MAX_INDEX_BLOCKS = 500_000
 
 
 class KnownEngines:
-    """Those of the configuration and those that were added. Async context manager: while it lasts,
-    it checks the ones that it follows.
+    """Those of the configuration and those that were added. Its owner calls `end`.
 
     by_load: whether engines are chosen by their load, which is read only then.
     """
@@ -47,7 +45,7 @@ class KnownEngines:
         upstream: Upstream,
         interval_s: float,
         *,
-        by_load: bool,
+        by_load: bool = True,
     ):
         self.all: tuple[KnownEngine, ...] = ()
         #: Why joined engines are not used, by lease.
@@ -67,12 +65,7 @@ class KnownEngines:
         for one in options:
             self.add(one)
 
-    async def __aenter__(self) -> Self:
-        for engine in self.all:
-            self.follow(engine)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def end(self) -> None:
         await self._tasks.end()
 
     def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> KnownEngine:
@@ -118,17 +111,12 @@ class KnownEngines:
     async def check(self, engine: KnownEngine) -> None:
         """One check; what the engine serves is read when it has become healthy. Legs that wait for
         an engine that is silent are given up."""
-        loop = asyncio.get_running_loop()
         try:
             await check(self._upstream, engine)
         except LegFailed as exc:
             self.failed(engine, exc)
-            if exc.answered:
-                engine.heard_at = loop.time()
-            else:
-                await self._end_silent(engine)
+            await self._end_silent(engine)
         else:
-            engine.heard_at = loop.time()
             if engine.passed():
                 logger.info("engine %s (%s) is healthy", engine.name, engine.options.role)
             self._compare()
@@ -153,8 +141,8 @@ class KnownEngines:
             # Nothing is computed for a list of models, while `/health` may wait for a computation
             # (SGLang's runs a request). Whatever it says, its server answers.
             await self._upstream.fetch(engine, "/v1/models", within_s=CHECK_S)
-        except LegFailed as exc:
-            if not exc.answered and engine.heard_at <= now:
+        except LegFailed:
+            if engine.heard_at <= now:
                 engine.ended("it has fallen silent")
 
     def _compare(self) -> None:

@@ -3,23 +3,22 @@
 import asyncio
 import logging
 import re
-import socket
-import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error
+from dynamo_lite.forward import bodies, headers, workflow
+from dynamo_lite.forward.attempt import ForwardJob, ForwardParts
+from dynamo_lite.forward.client import Answer, Client, ClientGone, error
+from dynamo_lite.forward.decision_log import RequestNote
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.named import read_header
-from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import SGLANG_GENERATE, VLLM_ROUTES
-from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.runtime.address import local_url
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.runtime.web_server import WebServer
 
@@ -45,33 +44,33 @@ _GENERATE = VLLM_ROUTES | {SGLANG_GENERATE}
 Reply = Callable[[], Answer]
 
 
-def reply_of(read: Callable[[], Mapping[str, Any]]) -> Reply:
-    """read: returns facts with `ok`."""
-
-    def reply() -> Answer:
-        facts = read()
-        head = {"content-type": "application/json"}
-        return Answer(200 if facts.get("ok") else 503, head, msgspec.json.encode(facts))
-
-    return reply
+def reply(facts: Mapping[str, Any]) -> Answer:
+    """facts: with `ok`."""
+    head = {"content-type": "application/json"}
+    return Answer(200 if facts.get("ok") else 503, head, msgspec.json.encode(facts))
 
 
 class ForwardServer(WebServer):
-    """own: what is answered here, by path. tls: None: plain HTTP is served. on_drop: called with
-    "http" for a connection that is closed because too many have no request, or for what is no HTTP.
-    """
+    """Async context manager. own: what is answered here, by path. shared: other processes listen on
+    the same port. on_drop: called with "http" for a connection that is closed because too many have
+    no request, or for what is no HTTP."""
 
     def __init__(
         self,
-        forwarding: Forwarding,
-        config: ForwarderConfig,
-        sock: socket.socket,
+        parts: ForwardParts,
         own: Mapping[str, Reply],
         *,
-        tls: ssl.SSLContext | None = None,
+        shared: bool = False,
         on_drop: OnDrop = uncounted,
     ):
-        self._forwarding, self._config, self._own = forwarding, config, own
+        """Raises StartupError, ConfigError."""
+        config, tls = parts.config, None
+        if config.tls_cert is not None and config.tls_key is not None:
+            tls = server_context(Path(config.tls_cert), Path(config.tls_key))
+        sock = bind(config.host, config.port, shared=shared)
+        self.port = sock.getsockname()[1]
+        self.url = local_url(config.host, self.port, tls=tls is not None)
+        self._parts, self._config, self._own = parts, config, own
         #: Bytes of bodies that are arriving.
         self._held = 0
         super().__init__(
@@ -85,6 +84,13 @@ class ForwardServer(WebServer):
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(0.0)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = Client(request, self._config.idle_timeout_s)
@@ -108,20 +114,23 @@ class ForwardServer(WebServer):
             return await client.send(refusal)
         if request.path in self._own and request.method in ("GET", "HEAD"):
             return await client.send(self._own[request.path]())
-        incoming = Incoming(
-            method=request.method,
-            path=path,
-            headers=headers.to_engine(request.headers),
-            client_id=headers.client_id(request.headers),
-            named=read_header(request.headers),
-        )
-        try:
-            data = await self._body(request)
-        except Final as refused:
-            return await client.send(refused.answer)
         generates = request.method == "POST" and request.path in _GENERATE
-        route = request.path if generates else ""
-        await self._forwarding.answer(incoming, route, data, client)
+        client_id = headers.client_id(request.headers)
+        try:
+            asked = bodies.read(request.path if generates else "", await self._body(request))
+            note = client.note = RequestNote(asked.route, client_id, self._config)
+            job = ForwardJob(
+                method=request.method,
+                path=path,
+                headers=headers.to_engine(request.headers),
+                client_id=client_id,
+                request=asked,
+                client=client,
+                note=note,
+            )
+            await workflow.answer(self._parts, job, headers.prefillers(request.headers))
+        except Final as refused:
+            await workflow.refuse(self._parts, client, refused.answer)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """Raises Final, ClientGone."""
@@ -176,10 +185,3 @@ async def _continue(request: web.BaseRequest) -> None:
     expects = request.headers.get("expect", "").lower() == "100-continue"
     if expects and request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-def server_tls(config: ForwarderConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError."""
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    return server_context(Path(config.tls_cert), Path(config.tls_key))

@@ -6,8 +6,6 @@ supervisor.
 
 import asyncio
 import logging
-import logging.config
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +18,13 @@ from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.forwarding import ProtocolName
 from dynamo_lite.protocol.records import StockEngine
-from dynamo_lite.runtime.process.component import Host, ProcessSpec, Report
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
-from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.stop import (
     EXIT_LEASE_EXPIRED,
     EXIT_START_FAILED,
     EXIT_STOPPED,
     StopRequest,
-    run_loop,
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import LeaseLoss
@@ -50,27 +46,29 @@ class JoinOptions(EngineOptions):
     """How `dynamo-lite join` describes the engine."""
 
     protocol: ProtocolName
-    #: Name of the model, for engines whose `/v1/models` requires a key; empty: the name listed
-    #: there.
+    #: Name of the model, for engines whose `/v1/models` requires a key.
     model: str = ""
     health_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
         super().__post_init__()
+        if self.protocol == "neuron-static":
+            raise ValueError("the engines of neuron-static are listed; use neuron-dynamic")
         self.transfer_address(self.protocol)
 
 
 class JoinedEngine:
     """The component."""
 
+    _host: Host
+
     def __init__(self, options: JoinOptions):
         self._options = options
         self._upstream = Upstream(CHECK_S)
         protocol, every_s = PROTOCOLS[options.protocol], options.health_interval_s
-        self._engines = KnownEngines((), protocol, self._upstream, every_s, by_load=False)
+        self._engines = KnownEngines((), protocol, self._upstream, every_s)
         self._engine = self._engines.add(options, model=options.model)
-        self._host: Host | None = None
         #: Whether the record is in the store, or will be removed when the store is back.
         self._registered = False
         self._draining = False
@@ -78,7 +76,7 @@ class JoinedEngine:
     async def start(self, host: Host) -> dict[str, Any]:
         """Returns when the engine is healthy and registered."""
         self._host = host
-        await host.stack.enter_async_context(self._upstream)
+        host.stack.push_async_callback(self._upstream.aclose)
         told = ""
         while not await self._check():
             if told != self._engine.trouble:
@@ -91,7 +89,6 @@ class JoinedEngine:
 
     async def drain(self, grace_s: float) -> None:
         """The record is gone already: waits until the engine is idle."""
-        assert self._host is not None
         self._draining = True
         if self._host.lease.loss is LeaseLoss.EXPIRED:
             return  # no drain was asked for: the engine is registered again
@@ -125,7 +122,6 @@ class JoinedEngine:
 
     async def _follow(self) -> None:
         """Registers the engine when it becomes healthy, and deregisters it when it no longer is."""
-        assert self._host is not None
         while not self._draining:
             await asyncio.sleep(self._options.health_interval_s)
             healthy = await self._check()
@@ -147,7 +143,6 @@ class JoinedEngine:
         return next(iter(self._engine.models), "")
 
     async def _register(self) -> None:
-        assert self._host is not None
         record = msgspec.convert(self._options, StockEngine, from_attributes=True)
         await self._host.register(
             "http", stream=self._engine.name, model=self._model, engine=record
@@ -165,25 +160,12 @@ class JoinedEngine:
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
 
-def run(
-    spec: ProcessSpec,
-    options: JoinOptions,
-    say: Callable[[str, str], None],
-    *,
-    level: str,
-    log_format: LogFormat,
-) -> int:
-    """Returns the exit code. say: shows a line of progress, with a name in front."""
-    logging.config.dictConfig(logging_config(log_format, spec.component, 0, level=level))
-    return run_loop(_join(spec, options, _reporter(say)))
-
-
-async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
-    """If the lease expired while etcd was out of reach, a new lease is granted: no other
-    process would register the engine again."""
+async def register(spec: ProcessSpec, options: JoinOptions) -> int:
+    """Returns the exit code. After a lease that expired while etcd was out of reach, a new one is
+    granted: no other process would register the engine again."""
     expired = False
     while True:
-        code = await run_process(spec, JoinedEngine(options), report)
+        code = await run_process(spec, JoinedEngine(options), _report)
         expired = expired or code == EXIT_LEASE_EXPIRED
         if not expired or code not in (EXIT_LEASE_EXPIRED, EXIT_START_FAILED):
             return code
@@ -194,22 +176,16 @@ async def _join(spec: ProcessSpec, options: JoinOptions, report: Report) -> int:
             return EXIT_STOPPED
 
 
-def _reporter(say: Callable[[str, str], None]) -> Report:
-    def report(line: dict[str, Any]) -> None:
-        match line:
-            case {"state": "starting", "detail": detail}:
-                say("join", detail)
-            case {"state": "ready"}:
-                print(
-                    f"joined {line['engine']} model={line['model'] or 'unknown'}"
-                    f" lease={line['lease']} status={line['status_url']}",
-                    flush=True,
-                )
-            case {"state": "draining", "reason": reason}:
-                say("join", f"draining: {reason}")
-            case {"state": "failed", "error": error}:
-                say("join", f"error: {error}")
-            case _:
-                say("join", str(line["state"]))
-
-    return report
+def _report(line: dict[str, Any]) -> None:
+    """What is not logged by the process itself."""
+    match line:
+        case {"state": "starting", "detail": detail}:
+            logger.info("%s", detail)
+        case {"state": "ready"}:
+            print(
+                f"joined {line['engine']} model={line['model'] or 'unknown'}"
+                f" lease={line['lease']} status={line['status_url']}",
+                flush=True,
+            )
+        case {"state": "failed", "error": error}:
+            logger.error("%s", error)

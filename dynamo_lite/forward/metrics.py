@@ -35,30 +35,27 @@ class ForwardMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats, loads = self._stats, self._engines.loads
-        count, gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
-        text = "Answers that were begun: with a prefill leg, without one (and why), passed on"
-        yield count("dynamo_lite_forward_answers", text, ("how", "reason"), stats.answered)
-        text = "Legs that failed before the client had a byte"
-        yield count("dynamo_lite_forward_leg_failures", text, ("leg", "kind"), stats.failures)
-        text = "Engines that were chosen, by leg and reason"
-        yield count("dynamo_lite_forward_choices", text, ("leg", "reason"), self._placer.choices)
-        text = "Requests that got an error because no engine answered them"
         refused = {(str(status),): number for status, number in stats.refused.items()}
-        yield count("dynamo_lite_forward_refused", text, ("status",), refused)
         ended = {(how,): number for how, number in stats.ended.items()}
-        yield count("dynamo_lite_forward_requests_ended", "How requests ended", ("outcome",), ended)
+        count, gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+        why, leg, chosen = ("how", "reason"), ("leg", "kind"), ("leg", "reason")
+        yield count("dynamo_lite_forward_answers", "Answers that were begun", why, stats.answered)
+        yield count("dynamo_lite_forward_leg_failures", "Legs that failed", leg, stats.failures)
+        choices = self._placer.choices
+        yield count("dynamo_lite_forward_choices", "Engines that were chosen", chosen, choices)
+        yield count("dynamo_lite_forward_refused", "Refused requests", ("status",), refused)
+        yield count("dynamo_lite_forward_requests_ended", "How they ended", ("outcome",), ended)
 
-        in_flight = {(): stats.in_flight}
-        yield gauge("dynamo_lite_forward_requests", "Requests in flight", (), in_flight)
         engines = {(engine.name, engine.options.role): engine for engine in self._engines.all}
+        which = ("engine", "role")
         usable = {labels: engine.usable for labels, engine in engines.items()}
-        text, which = "1 while the engine gets legs", ("engine", "role")
-        yield gauge("dynamo_lite_forward_engine_usable", text, which, usable)
         legs = {labels: loads.own(engine.number).requests for labels, engine in engines.items()}
-        text = "Legs of this process at the engine"
-        yield gauge("dynamo_lite_forward_engine_legs", text, which, legs)
         misfits = sum(engine.healthy and bool(engine.trouble) for engine in engines.values())
         unused = {(): len(self._engines.unused) + misfits}
+        in_flight = {(): stats.in_flight}
+        yield gauge("dynamo_lite_forward_requests", "Requests in flight", (), in_flight)
+        yield gauge("dynamo_lite_forward_engine_usable", "1: it gets legs", which, usable)
+        yield gauge("dynamo_lite_forward_engine_legs", "Its open legs from here", which, legs)
         yield gauge("dynamo_lite_forward_unused_engines", "Engines that do not fit", (), unused)
 
 

@@ -1,12 +1,12 @@
-"""The options of the Forwarder in the YAML file, and of a sidecar.
+"""The options of the Forwarder in the YAML file.
 
 docs/configuration.md says what each means. Imports nothing heavy, because the command line imports
 it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from dynamo_lite.forward.named import PRIVATE, AllowedHosts, parse_host_port
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.forwarding import EngineRole, ProtocolName
 from dynamo_lite.protocol.options import (
@@ -33,8 +33,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        parse_engine_url(self.url)
-        host = self.transfer_host
+        _, host = self.address, self.transfer_host
         if host is not None and (host in _NO_HOSTS or any(char in host for char in "[]/ ")):
             raise ValueError(
                 f"transfer-host is {host!r}: expected the host name or IP address under which"
@@ -49,7 +48,16 @@ class EngineOptions:
 
     @property
     def address(self) -> tuple[str, int]:
-        return parse_engine_url(self.url)
+        """Host and port. Raises ValueError."""
+        try:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError("no URL")
+            return parse_host_port(self.url)
+        except ValueError as exc:
+            raise ValueError(
+                "expected http://HOST:PORT or https://HOST:PORT without a path, a query or"
+                " credentials"
+            ) from exc
 
     def transfer_address(self, protocol: str) -> tuple[str, int]:
         """Where its side of the handover listens. Raises ValueError for an impossible port."""
@@ -111,45 +119,16 @@ class ForwarderConfig:
         return not self.engines if self.discover is None else self.discover
 
 
-def parse_engine_url(url: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError."""
-    try:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("no URL")
-        return parse_host_port(url)
-    except ValueError as exc:
-        raise ValueError(
-            "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
-        ) from exc
+def parse_host_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, also with `http://` or `https://` in front, which changes nothing.
 
-
-#: Prefill legs that contain the decode engine's own address.
-_NEED_HOST = ("moriio-read", "moriio-write")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SidecarConfig:
-    """A server beside one decode engine. `forwarder` has that engine, and the server's options."""
-
-    forwarder: ForwarderConfig
-    #: What all prefill engines that headers name have in common; the URL's host and port are any.
-    prefillers: EngineOptions = EngineOptions(url="http://localhost:1", role="prefill")
-    #: Hosts that headers may name.
-    allowed: tuple[str, ...] = PRIVATE
-    #: Port of the sidecar's own metrics, on the same address; 0: none.
-    metrics_port: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        AllowedHosts(self.allowed)
-        protocol = self.forwarder.protocol
-        if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
-            raise ValueError(
-                f"protocol {protocol} tells prefill engines where the decode engine is: give"
-                " --transfer-host, this host's address as they see it"
-            )
-
-    def prefiller(self, name: str) -> EngineOptions:
-        """name: HOST:PORT."""
-        scheme = "https" if self.prefillers.secure else "http"
-        return replace(self.prefillers, url=f"{scheme}://{name}")
+    Raises ValueError.
+    """
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    host, port = parts.hostname, parts.port
+    known = parts.scheme in ("", "http", "https")
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+    # An address with a scope is a different one for every list.
+    if not known or not host or not port or extra or not host.isascii() or "%" in host:
+        raise ValueError("expected HOST:PORT")
+    return host, port

@@ -10,11 +10,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from dynamo_lite.forward.bodies import ClientRequest
+from dynamo_lite.forward.client import error
 from dynamo_lite.forward.engines import KnownEngine
+from dynamo_lite.forward.failures import RETRY_AFTER
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.prompts import BLOCK_TOKENS, text_chain, tokens_of
-from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.forwarding import LegChoice
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.routing.kv_chain import ChainHash
@@ -23,16 +24,27 @@ from dynamo_lite.routing.worker_loads import OwnRequest
 _KV_WEIGHT = KvRoutingOptions().kv_weight
 
 
-class CannotServe(Exception):
-    """None of the configured engines could ever answer this request."""
+class NoEngine(Exception):
+    """No engine can take the request now, or none ever could. Its text contains no addresses,
+    because the client reads it."""
+
+    def __init__(self, text: str, *, ever: bool = True):
+        super().__init__(text)
+        self.answer = error(501, "NotImplementedError", text)
+        if ever:
+            again = f"{text}; try again later"
+            self.answer = error(503, "ServiceUnavailableError", again, RETRY_AFTER)
 
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """The engines that a request has tried so far; the workflow fills it in."""
+    """What a request has tried so far; the workflow fills it in."""
 
+    #: Engines that failed, by number.
     prefill: set[int] = field(default_factory=set[int])
     decode: set[int] = field(default_factory=set[int])
+    #: Decode legs that failed.
+    failed: int = 0
     #: Why the request gets no further prefill leg.
     alone: str = ""
     #: Prefill engines that the client has named; None: any.
@@ -47,7 +59,7 @@ class EnginePlacement:
     #: None: the decode engine computes the prompt.
     prefill: KnownEngine | None
     decode: KnownEngine
-    #: Why there is no prefill leg, or why the decode engine computes the prompt after it.
+    #: Why there is no prefill leg.
     alone: str
     choices: list[LegChoice] = field(default_factory=list[LegChoice])
     chain: Sequence[ChainHash]
@@ -67,7 +79,7 @@ class Placer:
         self._numbers = itertools.count()
 
     def place(self, request: ClientRequest, tried: Tried) -> EnginePlacement:
-        """Raises NoWorkers, CannotServe."""
+        """Raises NoEngine."""
         # Where the client chooses, it does not matter what engines hold.
         chain = text_chain(request.prompt) if tried.named is None else []
         matched, tokens = self._held(chain), tokens_of(request.prompt)
@@ -104,14 +116,11 @@ class Placer:
         return placement
 
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
-        """After the prefill leg. Raises NoWorkers."""
-        self.released(placement, "decode")
-        without = tried.decode
-        if placement.prefill is not None:
-            without = without | {placement.prefill.number}
-        decoding, matched = self._decoding(without), self._held(placement.chain)
-        placement.decode, choice = self._choose("decode", decoding, matched, placement.alone)
-        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
+        """After the prefill leg. Raises NoEngine."""
+        assert placement.prefill is not None
+        decoding = self._decoding(tried.decode | {placement.prefill.number})
+        held = self._held(placement.chain)
+        placement.decode, choice = self._choose("decode", decoding, held)
         self._book(placement, placement.decode, choice)
 
     def computed(self, placement: EnginePlacement, leg: str) -> None:
@@ -134,7 +143,7 @@ class Placer:
         return able if tried.named is None else able[:1]
 
     def _alone(self, request: ClientRequest, tried: Tried) -> str:
-        """Raises CannotServe."""
+        """Raises NoEngine."""
         if tried.named is not None and not tried.named:
             return "no_header"
         reason, engines = request.alone, self._engines.all
@@ -143,25 +152,25 @@ class Placer:
         elif request.batch and not self._protocol.batches:
             reason = request.batch
         if reason and request.route and engines and not any(e.decodes_alone for e in engines):
-            raise CannotServe(
+            raise NoEngine(
                 f"{request.route} with {reason} needs an engine that prefills and decodes; with"
-                f" {self._protocol.name} none of these engines does"
+                f" {self._protocol.name} none of these engines does",
+                ever=False,
             )
         return reason
 
     def _decoding(self, without: Set[int], *, computes: bool = False) -> list[KnownEngine]:
-        """At least one. computes: they must be able to compute a prompt. Raises NoWorkers."""
+        """At least one. computes: they must be able to compute a prompt. Raises NoEngine."""
         decoding = [e for e in self._engines.all if e.decodes and e.usable]
         able = [
             e for e in decoding if e.number not in without and (e.decodes_alone or not computes)
         ]
-        # These texts contain no addresses, because a client reads them.
         if not decoding:
-            raise NoWorkers("no decode engine is healthy")
+            raise NoEngine("no decode engine is healthy")
         if not able and computes:
-            raise NoWorkers("no healthy engine can answer this request without a prefill engine")
+            raise NoEngine("no healthy engine can answer this request without a prefill engine")
         if not able:
-            raise NoWorkers("no other decode engine is healthy")
+            raise NoEngine("no other decode engine is healthy")
         return able
 
     def _choose(

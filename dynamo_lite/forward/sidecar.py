@@ -2,38 +2,109 @@
 
 import asyncio
 import logging
-import logging.config
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-import uvloop
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.client import error
+from dynamo_lite.forward.client import Answer, error
 from dynamo_lite.forward.engines import KnownEngine, trust
 from dynamo_lite.forward.failures import Final
-from dynamo_lite.forward.http import ForwardServer, reply_of, server_tls
+from dynamo_lite.forward.headers import PREFILLER_HEADER
+from dynamo_lite.forward.http import ForwardServer, reply
 from dynamo_lite.forward.metrics import ForwardMetrics
-from dynamo_lite.forward.named import PREFILLER_HEADER, AllowedHosts, parse_host_port
-from dynamo_lite.forward.options import SidecarConfig
-from dynamo_lite.forward.workflow import Forwarding
-from dynamo_lite.runtime.address import host_port, local_url
-from dynamo_lite.runtime.listening import bind
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, parse_host_port
+from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import EXIT_STOPPED, StopRequest, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
+#: Loopback and private networks, also those of carriers, which some clusters use for their pods.
+#: Not link-local addresses: clouds serve credentials there.
+PRIVATE = (
+    *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("::1/128", "fc00::/7", "localhost"),
+)
+#: Servers of clouds that hand out credentials, in networks that are private otherwise. Only an
+#: entry for the address itself allows one.
+METADATA = frozenset(
+    ip_address(text) for text in ("100.100.100.200", "fd00:ec2::254", "fd20:ce::254")
+)
 #: Most prefill engines that one request may name, and that are known at a time.
 MAX_NAMED, MAX_PREFILLERS = 64, 256
 #: How long a prefill engine is checked after a client has named it.
 _NAMED_S = 60.0
+
+
+class AllowedHosts:
+    """Addresses, networks and names. Raises ValueError for one that is none of these."""
+
+    def __init__(self, entries: Sequence[str]):
+        self.entries = tuple(entry.strip().lower() for entry in entries)
+        self._names: set[str] = set()
+        self._networks: list[IPv4Network | IPv6Network] = []
+        for entry in self.entries:
+            try:
+                self._networks.append(ip_network(entry.strip("[]"), strict=False))
+            except ValueError:
+                if not entry or any(char in entry for char in "/:@ *"):
+                    raise ValueError(
+                        f"--allow-prefiller: {entry!r} is no address, network (CIDR) or host name"
+                    ) from None
+                self._names.add(entry)
+
+    def __contains__(self, host: str) -> bool:
+        """A name is not resolved: the list must contain the same name."""
+        address = _address(host)
+        if address is None:
+            return host.lower() in self._names
+        if address in METADATA and ip_network(address) not in self._networks:
+            return False
+        return any(address in network for network in self._networks)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """An IPv4 address inside an IPv6 address counts as the IPv4 address."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+#: Prefill legs that contain the decode engine's own address.
+_NEED_HOST = ("moriio-read", "moriio-write")
+_ANY_PREFILLER = EngineOptions(url="http://localhost:1", role="prefill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig:
+    """A server beside one decode engine. `forwarder` has that engine, and the server's options."""
+
+    forwarder: ForwarderConfig
+    #: What all prefill engines that headers name have in common; the URL's host and port are any.
+    prefillers: EngineOptions = _ANY_PREFILLER
+    #: Hosts that headers may name.
+    allowed: tuple[str, ...] = PRIVATE
+    #: Port of the sidecar's own metrics, on the same address; 0: none.
+    metrics_port: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        AllowedHosts(self.allowed)
+        protocol = self.forwarder.protocol
+        if protocol in _NEED_HOST and self.forwarder.engines[0].transfer_host is None:
+            raise ValueError(
+                f"protocol {protocol} tells prefill engines where the decode engine is: give"
+                " --transfer-host, this host's address as they see it"
+            )
 
 
 class NamedPrefillers:
@@ -82,8 +153,9 @@ class NamedPrefillers:
 
     def _add(self, name: str) -> KnownEngine:
         """It counts as healthy until a leg or a check fails, unless its ids have to be known."""
-        engines = self._parts.engines
-        engine = self._known[name] = engines.add(self._config.prefiller(name))
+        engines, common = self._parts.engines, self._config.prefillers
+        url = f"{'https' if common.secure else 'http'}://{name}"
+        engine = self._known[name] = engines.add(replace(common, url=url))
         if len(self._known) > MAX_PREFILLERS:
             engines.remove(self._known.popitem(last=False)[1])
         if not self._parts.protocol.query_path:
@@ -93,54 +165,40 @@ class NamedPrefillers:
 
 
 @asynccontextmanager
-async def sidecar(config: SidecarConfig) -> AsyncIterator[tuple[str, ForwardServer]]:
-    """Gives the URL and the server of a sidecar that runs while the context lasts.
-
-    Raises StartupError, ConfigError.
-    """
-    own, tls = config.forwarder, server_tls(config.forwarder)
+async def sidecar(config: SidecarConfig) -> AsyncIterator[ForwardServer]:
+    """Gives the server of a sidecar that runs while the context lasts. Raises StartupError,
+    ConfigError."""
+    own = config.forwarder
     if config.prefillers.secure:
         trust(config.prefillers.ca_file)  # a mistake in it ends the start
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        sock = bind(own.host, own.port)
-        stack.callback(sock.close)
-        port = sock.getsockname()[1]
         parts = ForwardParts(own, by_load=False)
-        await enter(parts.upstream)
-        await enter(parts.engines)
+        parts.named = NamedPrefillers(parts, config).find
+        await enter(parts)
         if config.metrics_port:
             registry = CollectorRegistry()
             registry.register(ForwardMetrics(parts.stats, parts.placer, parts.engines))
             await enter(StatusServer(parts.facts, registry, own.host, config.metrics_port))
-        ready = reply_of(partial(_ready, parts.engines.all[0]))
+        ready = partial(_ready, parts.engines.all[0])
         # `/metrics` is the engine's.
-        own_paths = {"/health": ready, "/ready": ready, "/live": reply_of(lambda: {"ok": True})}
-        forwarding = Forwarding(parts, NamedPrefillers(parts, config).find)
-        server = ForwardServer(forwarding, own, sock, own_paths, tls=tls)
-        await server.start()
-        stack.push_async_callback(server.stop, 0.0)
-        yield local_url(own.host, port, tls=tls is not None), server
+        own_paths = {"/health": ready, "/ready": ready, "/live": lambda: reply({"ok": True})}
+        yield await enter(ForwardServer(parts, own_paths))
 
 
-def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFormat) -> int:
-    """Runs a sidecar until it is stopped. Returns 0 after a drain, 130 after a second signal.
-    Raises StartupError, ConfigError."""
-    logging.config.dictConfig(logging_config(log_format, "sidecar", 0, level=level))
-    return uvloop.run(_run(config, grace_s))
-
-
-async def _run(config: SidecarConfig, grace_s: float) -> int:
+async def serve(config: SidecarConfig, grace_s: float) -> int:
+    """Returns 0 when it was stopped and has drained. Raises StartupError, ConfigError."""
     stop = StopRequest()
     with stop_on_signals(stop):
-        async with sidecar(config) as (url, server):
-            print("ready", url, flush=True)
+        async with sidecar(config) as server:
+            print("ready", server.url, flush=True)
             await stop.wait()
             logger.info("draining: no new connections, open answers have %g s", grace_s)
             await server.stop(grace_s)
     return EXIT_STOPPED
 
 
-def _ready(engine: KnownEngine) -> dict[str, Any]:
+def _ready(engine: KnownEngine) -> Answer:
     trouble = "" if engine.usable else f"{engine.name}: {engine.trouble}"
-    return {"ok": engine.usable, "checks": {"engine": {"ok": engine.usable, "detail": trouble}}}
+    check = {"ok": engine.usable, "detail": trouble}
+    return reply({"ok": engine.usable, "checks": {"engine": check}})

@@ -1,15 +1,13 @@
 """HTTP requests to engines, over connections that are kept and used again.
 
-This is a special client, because a Forwarder mainly passes on pieces of answers. With aiohttp's,
-which has a stream reader of its own, a request takes twice as many instructions
-(docs/forwarding.md#cost).
+With aiohttp's client a request takes twice as many instructions (docs/forwarding.md#cost).
 """
 
 import asyncio
 import ssl
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
-from typing import Self
 
 from multidict import CIMultiDict
 
@@ -19,10 +17,10 @@ from dynamo_lite.forward.failures import LegFailed, LegKind
 from dynamo_lite.runtime.address import host_port
 
 _CONNECT_S = 2.0
+#: A connect timeout that comes so much too late says that this process has stood still, and nothing
+#: about the engine: it is tried again.
+_LATE_S = 0.2
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: A connect timeout that comes so much too late, as a share of itself, says that this process has
-#: stood still, and nothing about the engine: it is tried again.
-_LATE = 0.1
 
 _Address = tuple[str, int]
 #: The key includes how the certificate was checked, so that a connection is not reused where a
@@ -31,7 +29,7 @@ _Place = tuple[_Address, ssl.SSLContext | None]
 
 
 class Upstream:
-    """Async context manager. idle_s: longest time without any byte of an answer."""
+    """Its owner closes it. idle_s: longest time without any byte of an answer."""
 
     def __init__(self, idle_s: float):
         self._idle_s = idle_s
@@ -39,10 +37,7 @@ class Upstream:
         #: Idle connections; the last one is used first.
         self._idle: dict[_Place, list[UpstreamConnection]] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         for connection in self._open:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes them now
@@ -85,12 +80,9 @@ class Upstream:
         try:
             async with asyncio.timeout(within_s):
                 close = {"connection": "close"}
-                answer = await self.send(engine, "check", "GET", path, close, at=at)
-                try:
+                with closing(await self.send(engine, "check", "GET", path, close, at=at)) as answer:
                     page = await answer.read()
                     return answer.status, page
-                finally:
-                    answer.close()
         except TimeoutError as exc:
             text = f"no answer within {within_s:g} s"
             raise LegFailed(engine, "check", "timeout", text) from exc
@@ -108,25 +100,23 @@ class Upstream:
     async def _connect(
         self, engine: KnownEngine, leg: LegKind, place: _Place
     ) -> UpstreamConnection:
-        loop, (address, tls) = asyncio.get_running_loop(), place
-
-        def made() -> UpstreamConnection:
-            return UpstreamConnection(partial(self._free, place), partial(self._lost, place))
-
+        address, tls = place
+        on_free, on_lost = partial(self._free, place), partial(self._lost, place)
+        made = partial(UpstreamConnection, on_free, on_lost)
+        loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _CONNECT_S
             try:
                 async with asyncio.timeout_at(due):
                     _, connection = await loop.create_connection(made, *address, ssl=tls)
             except TimeoutError as exc:
-                if loop.time() - due > _CONNECT_S * _LATE:
+                if loop.time() - due > _LATE_S:
                     continue
                 text = f"no connection within {_CONNECT_S:g} s"
                 raise LegFailed(engine, leg, "refused", text) from exc
             except OSError as exc:
                 # Other ports of an engine may refuse while it works.
-                is_own = address == engine.address
-                if isinstance(exc, ConnectionRefusedError) and is_own:
+                if isinstance(exc, ConnectionRefusedError) and address == engine.address:
                     engine.ended("it refuses connections", refuses=True)
                 raise LegFailed(engine, leg, "refused", f"{type(exc).__name__}: {exc}") from exc
             self._open.add(connection)

@@ -139,4 +139,4 @@ async def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch):
         assert len(told(r)) == 2
         assert told(r, request_id="oldest") == []
     with pytest.raises(ProtocolError):
-        r.forwarding.decisions.answer(b"nonsense", 7)
+        r.parts.decisions.answer(b"nonsense", 7)

@@ -104,7 +104,7 @@ async def broken_off(r: Rig, *, until: bytes = b"", then: asyncio.Event | None =
                 shown += part
                 if then is not None and until in shown:
                     then.set()
-    assert r.forwarding.stats.ended["broken"] == 1
+    assert r.parts.stats.ended["broken"] == 1
     return shown
 
 
@@ -198,7 +198,7 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
                 await bad.legs[0].aborted.wait()
         hold.set()
         kind = "timeout" if how.startswith("late") else how
-        assert r.forwarding.stats.failures == {("prefill", kind): 1}
+        assert r.parts.stats.failures == {("prefill", kind): 1}
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
         rooms = [json.dumps(leg.body.get("bootstrap_room")) for leg in r.decode[0].legs]
         assert name != "sglang" or len(set(rooms)) == len(rooms)
@@ -245,7 +245,7 @@ async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str
             async with asyncio.timeout(15):
                 shown = await r.stream(route=CHAT)
         assert b"[DONE]" in shown and b"scripted" not in shown and b"t9" not in shown
-        assert sum(r.forwarding.stats.failures.values()) == 1
+        assert sum(r.parts.stats.failures.values()) == 1
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
 
@@ -258,7 +258,7 @@ async def test_the_time_of_a_streamed_prefill_is_for_all_its_sequences():
         async with slow(r.decode[0]), asyncio.timeout(8):
             status, _ = await r.ask(stream=True, prompt=["a", "b", "c"])
         assert status == 504  # no other prefill engine is left
-        assert r.forwarding.stats.failures == {("prefill", "timeout"): 1}
+        assert r.parts.stats.failures == {("prefill", "timeout"): 1}
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -282,7 +282,7 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failed_leg(name: str, w
         r.prefill[0].answer = unreadable  # type: ignore[method-assign]
         for _ in r.prefill:  # they take turns
             assert await r.text() == TEXT
-        assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
+        assert r.parts.stats.failures == {("prefill", "malformed"): 1}
 
 
 async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
@@ -298,7 +298,8 @@ async def test_a_prefill_engine_without_a_connector_costs_the_handover_only():
         assert await asked == TEXT
         assert r.engines.loads.own(1).prefill_tokens == r.engines.loads.own(1).requests == 0
         assert r.decode[0].legs[-1].params is None
-        assert r.answered == {("alone", "no_handoff"): 1}
+        assert r.answered == {("alone", "prefill_failed"): 1}
+        assert r.parts.stats.failures == {("prefill", "unpaired"): 1}
 
 
 @pytest.mark.parametrize(("name", "engines"), [("nixl", "nixl-push"), ("nixl-push", "nixl")])
@@ -310,7 +311,7 @@ async def test_engines_of_the_other_transfer_mode_get_no_handover(name: str, eng
         for _ in range(4):
             assert await r.text() == TEXT
         assert all(leg.params is None for engine in r.decode for leg in engine.legs)
-        assert r.forwarding.stats.failures == {("prefill", "mismatch"): 2}
+        assert r.parts.stats.failures == {("prefill", "unpaired"): 2}
         # Each engine is asked once.
         assert r.answered == {("alone", "prefill_failed"): 2, ("alone", "no_prefill_worker"): 2}
         assert "transfer_mode" in r.engines.all[0].misfit and engines in r.engines.all[0].misfit
@@ -370,7 +371,7 @@ async def test_a_mooncake_engine_that_was_restarted_is_noticed_at_its_next_check
                 assert await asked
             await aborted(r.decode[0].legs[0])
         assert r.answered["alone", "prefill_failed"] == 1
-        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
+        assert r.parts.stats.failures == {("prefill", "broken"): 1}
         assert await r.text() == TEXT
         assert r.answered["disaggregated", ""] == 2
 
@@ -390,7 +391,7 @@ async def test_a_prefill_engine_that_ends_after_its_answer_is_not_waited_for(
         for _ in r.prefill:
             await warm(r)
         await ends_after_its_answer(r, stream)
-        assert r.forwarding.stats.failures == {("prefill", "broken"): 1}
+        assert r.parts.stats.failures == {("prefill", "broken"): 1}
         assert r.answered.get(("alone", "prefill_failed"), 0) == (not pair)
 
 
@@ -446,7 +447,7 @@ async def test_an_answer_in_one_piece_depends_on_the_prefill_engine_for_a_while_
             await asyncio.sleep(0.1)  # ten looks whether it stays
             assert not r.decode[0].legs[0].aborted.is_set()
         assert await asked == TEXT
-        assert not r.forwarding.stats.failures
+        assert not r.parts.stats.failures
 
 
 # Neuron: the first token is the prefill engine's.
@@ -459,7 +460,7 @@ async def test_what_fails_after_the_first_token_breaks_the_answer_off():
         r.decode[0].keep_alive = b": keep-alive"
         with pytest.raises(aiohttp.ClientPayloadError):
             await ends_after_its_answer(r, stream=True)
-        assert r.forwarding.stats.ended["broken"] == 1
+        assert r.parts.stats.ended["broken"] == 1
 
 
 async def test_a_first_token_that_is_the_last_is_shown_once():
@@ -487,7 +488,7 @@ async def test_a_token_of_another_form_is_a_failure(what: str):
         says(r.prefill[0], *odd)
         async with slow(r.decode[0]), asyncio.timeout(15):
             assert b"[DONE]" in await r.stream()
-        assert r.forwarding.stats.failures == {("prefill", "malformed"): 1}
+        assert r.parts.stats.failures == {("prefill", "malformed"): 1}
         r.prefill[0].handover = given
         says(r.decode[0], *odd)
         await broken_off(r)
@@ -515,7 +516,7 @@ async def test_a_prefill_answer_without_an_end_costs_no_memory(little_room: int)
         large(r.decode[0], 4 * little_room)
         _, answer = await r.ask()
         assert len(answer["more"]) == 4 * little_room
-        assert r.forwarding.stats.failures == {("prefill", "too_large"): 1}
+        assert r.parts.stats.failures == {("prefill", "too_large"): 1}
 
 
 async def test_a_decode_answer_that_is_too_large_to_be_changed_is_refused(little_room: int):
@@ -571,7 +572,7 @@ async def test_a_decode_engine_that_fails_is_replaced_with_a_new_prefill(
             assert await r.text() == TEXT
         ids = [leg.headers.get("x-request-id") for engine in r.prefill for leg in engine.legs]
         assert len(ids) == len(set(ids))
-        counts = r.forwarding.stats.failures.items()
+        counts = r.parts.stats.failures.items()
         failures = sum(count for (leg, _), count in counts if leg == "decode")
         assert failures >= 1
         if PROTOCOLS[name].order == "serial":
@@ -631,7 +632,7 @@ async def test_an_error_before_the_first_output_is_no_answer_yet(
         for _ in range(2):
             shown = await r.stream(route=route)
             assert b"error" not in shown and shown.count(end) == whole.count(end)
-        assert sum(r.forwarding.stats.failures.values()) >= 1
+        assert sum(r.parts.stats.failures.values()) >= 1
         assert r.answered == {("disaggregated", ""): 3}
         for engine in r.decode:
             engine.faults.extend([Fault("no_output")] * 4)
@@ -703,7 +704,7 @@ async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str,
             asked.cancel()
             for leg in (*r.prefill[0].legs, *r.decode[0].legs):
                 await aborted(leg)
-        assert r.forwarding.stats.ended["client gone"] == 1
+        assert r.parts.stats.ended["client gone"] == 1
 
 
 @pytest.mark.parametrize("name", TWO_LEGS)

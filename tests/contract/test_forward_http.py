@@ -272,7 +272,7 @@ async def test_a_client_that_reads_nothing_does_not_keep_its_leg():
             client.sendall(post(encoded(max_tokens=tokens, stream=True)))
             await eventually(lambda: r.decode[0].legs, 60)
             await r.decode[0].legs[0].aborted.wait()
-        await eventually(lambda: r.forwarding.stats.ended["client gone"] == 1, 60)
+        await eventually(lambda: r.parts.stats.ended["client gone"] == 1, 60)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.1, 5.0])

@@ -124,7 +124,7 @@ async def test_clients_cannot_hand_over_by_themselves(route: str):
         odd = b'{"prompt": "p", "temperature": NaN, "kv_transfer_params": {"a": 1}}'
         status, answer = await r.ask(data=odd, route=route)
         assert status == 400 and "strict JSON" in answer["error"]["message"]
-        assert r.fleet.legs == [] and r.forwarding.stats.refused == {400: 1}
+        assert r.fleet.legs == [] and r.parts.stats.refused == {400: 1}
 
 
 @pytest.mark.parametrize(("fields", "reason"), [({"n": 2}, "n"), ({"echo": True}, "echo")])
@@ -234,7 +234,7 @@ async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
     async with rig("nixl", prefill=1, decode=3) as r:
         r.decode[0].load = (3, 4)
         hold = asyncio.Event()
-        async with r.engines:
+        async with r.parts:
             await eventually(lambda: r.engines.loads.own(1).others == (7, 0), 5)
         for engine in r.decode:
             engine.faults.extend(Fault(hold=hold) for _ in range(2))
@@ -302,7 +302,7 @@ async def test_a_push_engine_with_data_parallel_ranks_is_asked_leg_by_leg():
         prefill.handover = by_turns
         for _ in range(3):  # until an identity has come back
             assert await r.text() == TEXT
-        r.forwarding.stats.answered.clear()
+        r.parts.stats.answered.clear()
         for _ in range(6):
             assert await r.text() == TEXT
         assert r.answered == {("disaggregated", ""): 6}

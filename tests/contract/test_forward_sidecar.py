@@ -11,10 +11,11 @@ from typing import Any, get_args
 import pytest
 from aiohttp import web
 
-from dynamo_lite.cli.sidecar_command import SidecarProtocol
 from dynamo_lite.forward import sidecar
 from dynamo_lite.forward.attempt import ForwardParts
-from dynamo_lite.forward.options import EngineOptions, ForwarderConfig, SidecarConfig
+from dynamo_lite.forward.commands import SidecarProtocol
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.forward.sidecar import SidecarConfig
 from tests.builders import eventually
 from tests.external import Certificates
 from tests.forwarding import COMPLETION, TEXT, Asked, asked_engines
@@ -84,7 +85,7 @@ async def beside(
             **{"health_interval_s": 0.05, **(options or {})},
         )
         one = sidecar.sidecar(SidecarConfig(forwarder=forwarder, **config))
-        url, _ = await stack.enter_async_context(one)
+        url = (await stack.enter_async_context(one)).url
         b = Beside(**made, url=url, metrics_port=config.get("metrics_port", 0))
         await b.until("/ready", 200)
         yield b
@@ -267,7 +268,7 @@ async def test_many_engines_are_not_remembered_for_ever():
     config = SidecarConfig(forwarder=ForwarderConfig(engines=engines))
     parts = ForwardParts(config.forwarder, by_load=False)
     known = sidecar.NamedPrefillers(parts, config)
-    async with parts.upstream, parts.engines:
+    async with parts:
         [first] = await known.find(["10.0.0.1:1"])
         ports = range(1, sidecar.MAX_PREFILLERS + 1)
         for port in ports:

@@ -106,7 +106,7 @@ async def test_a_leg_at_a_silent_engine_is_given_up(
             assert b"[DONE]" in answer
         else:
             assert answer[0] == (502 if leg == "decode" and decode == 1 else 200)
-        assert r.forwarding.stats.failures == {(leg.split()[-1], "broken"): 1}
+        assert r.parts.stats.failures == {(leg.split()[-1], "broken"): 1}
         if decode == 2:
             assert [len(engine.legs) for engine in r.decode] == [0, 1]
         still.goes_on.set()
@@ -127,7 +127,7 @@ async def test_a_slow_page_of_metrics_delays_no_check(monkeypatch: pytest.Monkey
         await r.check()
         monkeypatch.setattr(health, "check", check)
         monkeypatch.setattr(r.engines, "read_load", read_load)
-        async with r.engines:
+        async with r.parts:
             await asyncio.wait_for(checked.wait(), 30)
 
 
@@ -142,14 +142,14 @@ async def test_a_stream_of_which_nothing_was_shown_goes_to_another_engine(still:
             await r.engines.check(r.engines.all[1])
         shown = await asked
         assert b"[DONE]" in shown and shown.count(b'"role"') == 1
-        assert r.forwarding.stats.failures == {("decode", "broken"): 1}
+        assert r.parts.stats.failures == {("decode", "broken"): 1}
         assert [len(engine.legs) for engine in r.decode] == [1, 1]
         still.goes_on.set()
 
 
 async def test_a_leg_at_an_engine_that_has_left_is_given_up_too(still: Still):
     """The process beside the engine is gone with their host, so its record is gone first."""
-    async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.engines:
+    async with quick(decode=2, timeout_s=GENEROUS_S) as r, r.parts:
         still.paths[r.decode[0]] = ()
         asked = asyncio.create_task(r.text())
         await waits(r.engines.all[1])
@@ -187,7 +187,7 @@ async def test_an_engine_whose_stream_moves_keeps_its_waiting_legs(still: Still)
         still.goes_on.set()
         moves.set()
         assert await asked == TEXT and b"[DONE]" in await moving
-        assert not r.forwarding.stats.failures
+        assert not r.parts.stats.failures
 
 
 async def test_a_stream_that_has_begun_is_not_broken_off_by_silence(still: Still):

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,7 @@ async def world(*script: Script, idle_s: float = 5.0) -> AsyncIterator[World]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     engine = known(0, server.sockets[0].getsockname()[1])
     try:
-        async with Upstream(idle_s) as upstream, asyncio.timeout(20):
+        async with aclosing(Upstream(idle_s)) as upstream, asyncio.timeout(20):
             made.append(World(upstream, engine, server))
             yield made[0]
     finally:

@@ -11,9 +11,9 @@ import pytest
 
 from dynamo_lite.forward.client import ParamsBlanker
 from dynamo_lite.forward.events import (
+    EVENT_ENDS,
     LIMIT_BYTES,
     EventReader,
-    ends_event,
     error_of,
     split,
 )
@@ -41,7 +41,7 @@ async def test_wherever_a_stream_is_cut_only_whole_events_come_and_nothing_is_lo
             shown += events
             came = b"".join(pieces[: len(pieces) - len(answer.left) + 1])
             # At the end the rest comes, too.
-            assert shown == (whole(came) if ends_event(events) else stream), cuts
+            assert shown == (whole(came) if events.endswith(EVENT_ENDS) else stream), cuts
         assert shown == stream
     assert [one for one in split(whole(stream)) if one] == split(stream)[:-1]
 
@@ -133,7 +133,7 @@ async def test_anything_else_is_output(event: bytes):
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 async def test_an_error_in_place_of_the_output_is_seen(before: bytes, line_end: bytes):
     event = b'event: error\ndata: {"type":"error","error":{}}\n\n'
-    with pytest.raises(LegFailed, match="event"):
+    with pytest.raises(LegFailed, match="status"):
         await held_back((before + event).replace(b"\n", line_end))
     after = (before + chunk({"content": "a"}) + event).replace(b"\n", line_end)
     assert await held_back(after) == (after, 0)

@@ -1,5 +1,6 @@
 """Which engines there are, what is read of them, and which take the legs of a request."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -14,12 +15,11 @@ from dynamo_lite.forward.failures import LegFailed
 from dynamo_lite.forward.forwarder import sort_out
 from dynamo_lite.forward.health import KnownEngines
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
-from dynamo_lite.forward.placing import CannotServe, EnginePlacement, Placer, Tried
+from dynamo_lite.forward.placing import EnginePlacement, NoEngine, Placer, Tried
 from dynamo_lite.forward.prompts import BLOCK_BYTES, text_chain
 from dynamo_lite.forward.protocols import mooncake
 from dynamo_lite.forward.protocols.base import COMPLETIONS
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
-from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, StockEngine
 from tests.builders import endpoint_record
@@ -90,6 +90,7 @@ async def test_the_model_of_engines_that_are_gone_for_long_is_forgotten(
     async def check(_: Any, engine: KnownEngine) -> None:
         if engine not in models:
             raise LegFailed(engine, "check", "refused", "down")
+        engine.heard_at = asyncio.get_running_loop().time()
         engine.models = (models[engine],)
 
     async def checked() -> None:
@@ -206,7 +207,7 @@ def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> Known
 
 
 def test_an_engine_with_both_roles_takes_one_leg_of_a_request():
-    one, _ = placer("prefill-decode", "prefill-decode")
+    one, _ = placer("prefill-decode", "prefill-decode", protocol="kvt-staged")
     for _ in range(4):
         tried = Tried()
         placed = one.place(request(), tried)
@@ -230,10 +231,10 @@ def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
     # Without a prefill engine that is left, too.
     assert one.place(request(), Tried(prefill={0, 2})).decode is engines.all[2]
     engines.all[2].failed("gone", at_once=True)
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoEngine):
         one.place(request(echo=True), Tried())
     only_pair, _ = placer("prefill", "decode", protocol="sglang")
-    with pytest.raises(CannotServe, match="echo"):
+    with pytest.raises(NoEngine, match="echo"):
         only_pair.place(request(echo=True), Tried())
 
 
@@ -268,7 +269,8 @@ def test_another_identity_of_an_engine_that_has_not_ended_is_another_rank_s():
     one.learned(second)
     assert one.varies and one.peer.identity is None
     assert one.protocol.order_for(one.peer) == "serial"
-    one.forget()
+    one.passed()
+    one.failed("gone", at_once=True)
     one.learned(first)
     assert not one.varies and one.peer.identity == first
 

@@ -14,6 +14,8 @@ import msgspec
 #: The top-level fields of a JSON body. Unchanged values are `msgspec.Raw`: the bytes of the client,
 #: which are neither decoded nor encoded again.
 Body: TypeAlias = dict[str, Any]
+#: The `kv_transfer_params` of a prefill leg's answer, not decoded; `null` if it has none.
+Params: TypeAlias = msgspec.Raw
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -29,11 +31,10 @@ VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
 #: time waits for it until a timeout.
 MIN_TOKENS_ROUTES = frozenset({CHAT, COMPLETIONS, TOKENS})
 
-
 #: When the legs are sent. Serial: the decode leg needs the prefill leg's answer. Parallel: both at
 #: once; the decode engine waits for the KV by itself. Single: only the decode leg; the decode
-#: engine asks the prefill engine itself.
-LegOrder = Literal["serial", "parallel", "single"]
+#: engine asks the prefill engine itself. Alone: there is no prefill engine.
+LegOrder = Literal["serial", "parallel", "single", "alone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +86,8 @@ class Leg:
 
     body: Body
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: Of a request id that contains addresses: the client sees this in its place.
-    shown_id: str = ""
-
-    @property
-    def hidden(self) -> tuple[str, str] | None:
-        """The request id that the client must not see, and what it sees."""
-        return (self.headers["x-request-id"], self.shown_id) if self.shown_id else None
+    #: A request id with addresses, which the client must not see, and what it sees.
+    hidden: tuple[str, str] | None = None
 
     def shows(self, data: bytes) -> bytes:
         """A whole answer, or whole events of it, without that id."""
@@ -99,12 +95,6 @@ class Leg:
             return data
         found, shown = self.hidden
         return data.replace(found.encode(), shown.encode())
-
-
-class PrefillAnswer(msgspec.Struct):
-    """What is read of a prefill leg's answer: JSON that can be decoded."""
-
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +111,14 @@ class ForwardProtocol:
     prefill: Callable[[Body, HandoverAttempt], Leg]
     #: The last argument is that of `extract`; None in every order but serial.
     decode: Callable[[Body, HandoverAttempt, Any], Leg]
-    #: What the decode leg needs of the prefill leg's answer; None if that has it not: then the
-    #: decode leg computes the prompt itself.
-    extract: Callable[[PrefillAnswer], Any] = lambda answer: None
+    #: What the decode leg needs of the prefill leg's answer; None if that has it not.
+    extract: Callable[[Params], Any] = lambda params: None
     #: `transfer_mode` in the prefill leg's answer, where vLLM tells it, from 0.32 on. An answer of
     #: the other mode never reaches a decode engine, which would end or wait for minutes.
     transfer_mode: str = ""
     #: Parallel only: the engine's identity in an answer (`Peer.identity`), if it has one. Until it
     #: is known, the legs of the prefill engine are serial. None: legs need no identity.
-    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] | None = None
+    learn: Callable[[Params], Mapping[str, Any] | None] | None = None
     #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
     query_path: str = ""
     #: Whether a decode engine can compute a prompt itself.
@@ -138,9 +127,6 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
-    #: Serial only: whether the prefill leg contains the decode engine's address, so that no other
-    #: one can take the KV.
-    names_decode: bool = False
     #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
     staged: bool = False
 

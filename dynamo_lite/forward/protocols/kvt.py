@@ -46,7 +46,7 @@ STAGED = ForwardProtocol(
     port_offset=_PORT_OFFSET,
     prefill=_prefill,
     # The decode leg needs only that the prefill leg has ended.
-    extract=lambda answer: True,
+    extract=lambda params: True,
     decode=lambda body, attempt, _: _decode(body, attempt, do_remote_prefill=True),
     staged=True,
 )

@@ -36,16 +36,12 @@ def rank_of(attempt: HandoverAttempt) -> int:
     return ranks[int(attempt.unique[:8], 16) % len(ranks)]
 
 
-def transfer_id(attempt: HandoverAttempt) -> str:
-    return f"xfer-{attempt.unique}"
-
-
 def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
-        "transfer_id": transfer_id(attempt),
+        "transfer_id": f"xfer-{attempt.unique}",
     }
     headers = {
         "x-request-id": attempt.request_id,
@@ -60,7 +56,7 @@ def _decode(body: Body, attempt: HandoverAttempt, handoff: object) -> Leg:
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "transfer_id": transfer_id(attempt),
+        "transfer_id": f"xfer-{attempt.unique}",
         "remote_bootstrap_addr": f"http://{host}:{peer.port}",
         "remote_engine_id": peer.engine_ids[rank_of(attempt)],
     }

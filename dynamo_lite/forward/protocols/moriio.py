@@ -13,8 +13,8 @@ from dynamo_lite.forward.protocols.base import (
     ForwardProtocol,
     HandoverAttempt,
     Leg,
+    Params,
     Peer,
-    PrefillAnswer,
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
 
@@ -28,9 +28,11 @@ def _zmq(peer: Peer) -> str:
     return f"host:{peer.host},handshake:{peer.port},notify:{notify}"
 
 
-def _request_id(attempt: HandoverAttempt) -> str:
+def _leg(body: Body, attempt: HandoverAttempt, params: dict[str, Any]) -> Leg:
     addresses = f"___prefill_addr_{_zmq(attempt.prefill)}___decode_addr_{_zmq(attempt.decode)}"
-    return f"{addresses}_{attempt.unique}"
+    request_id = f"{addresses}_{attempt.unique}"
+    body = {**body, "kv_transfer_params": params}
+    return Leg(body, {"x-request-id": request_id}, (request_id, attempt.unique))
 
 
 def _address(peer: Peer, attempt: HandoverAttempt) -> dict[str, Any]:
@@ -48,17 +50,13 @@ def _address(peer: Peer, attempt: HandoverAttempt) -> dict[str, Any]:
 
 
 def _prefill(body: Body, attempt: HandoverAttempt) -> Leg:
-    one = one_token(body, attempt.route)
-    one["kv_transfer_params"] = {
-        **_address(attempt.decode, attempt),
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-    }
-    return Leg(one, {"x-request-id": _request_id(attempt)}, attempt.unique)
+    decode = _address(attempt.decode, attempt)
+    params = {**decode, "do_remote_decode": True, "do_remote_prefill": False}
+    return _leg(one_token(body, attempt.route), attempt, params)
 
 
-def _returned(answer: PrefillAnswer) -> Any:
-    params = object_of(answer.kv_transfer_params)
+def _returned(raw: Params) -> Any:
+    params = object_of(raw)
     keys = ("remote_engine_id", "remote_block_ids")
     if params is None or any(params.get(key) is None for key in keys):
         return None
@@ -66,12 +64,11 @@ def _returned(answer: PrefillAnswer) -> Any:
 
 
 def _decode(body: Body, attempt: HandoverAttempt, handoff: Any) -> Leg:
-    params: dict[str, Any] = _address(attempt.prefill, attempt)
+    params = _address(attempt.prefill, attempt)
     if handoff is not None:
         params |= handoff
     params |= {"do_remote_decode": False, "do_remote_prefill": True}
-    both = {**body, "kv_transfer_params": params}
-    return Leg(both, {"x-request-id": _request_id(attempt)}, attempt.unique)
+    return _leg(body, attempt, params)
 
 
 READ = ForwardProtocol(
@@ -82,7 +79,6 @@ READ = ForwardProtocol(
     prefill=_prefill,
     extract=_returned,
     decode=_decode,
-    names_decode=True,
 )
 
 WRITE = ForwardProtocol(

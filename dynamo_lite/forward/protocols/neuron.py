@@ -36,7 +36,7 @@ def _static(body: Body, attempt: HandoverAttempt) -> Leg:
 def _dynamic(body: Body, attempt: HandoverAttempt, other: Peer) -> Leg:
     """Each engine's id ends with the other one's address."""
     request_id = f"{bare_id(attempt)}_{other.address}"
-    return Leg(body, {"x-request-id": request_id}, attempt.unique)
+    return Leg(body, {"x-request-id": request_id}, (request_id, attempt.unique))
 
 
 #: One prefill and one decode engine, which know each other by their own configuration.

@@ -12,7 +12,7 @@ from dynamo_lite.forward.protocols.base import (
     ForwardProtocol,
     HandoverAttempt,
     Leg,
-    PrefillAnswer,
+    Params,
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
 
@@ -35,9 +35,8 @@ def ask_for_prefill(body: Body, attempt: HandoverAttempt) -> Leg:
     return Leg(one, {"x-request-id": attempt.request_id})
 
 
-def returned_params(answer: PrefillAnswer) -> Any:
+def returned_params(raw: Params) -> Any:
     """The whole object, unread."""
-    raw = answer.kv_transfer_params
     return raw if bytes(raw).startswith(b"{") else None
 
 
@@ -56,9 +55,9 @@ PULL = ForwardProtocol(
 )
 
 
-def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
+def identity(raw: Params) -> Mapping[str, Any] | None:
     """The identity of the prefill engine's process."""
-    params = object_of(answer.kv_transfer_params)
+    params = object_of(raw)
     if params is None or any(params.get(key) is None for key in _IDENTITY):
         return None
     keys = (*_IDENTITY, "pp_size")

@@ -4,7 +4,9 @@ from typing import Any, cast
 
 import msgspec
 
-from dynamo_lite.forward.protocols.base import RESPONSES, TOKENS, Body, PrefillAnswer
+from dynamo_lite.forward.protocols.base import RESPONSES, TOKENS, Body, Params
+
+NO_PARAMS = Params(b"null")
 
 
 def one_token(body: Body, route: str) -> Body:
@@ -45,12 +47,16 @@ def plain(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
 
 
-def prefill_answer(data: bytes) -> PrefillAnswer:
-    """Raises ValueError and RecursionError when the answer is no JSON, or what is read of it cannot
-    be decoded. An answer of another form, such as a list, has nothing to read."""
+class _Answer(msgspec.Struct):
+    kv_transfer_params: Params = NO_PARAMS
+
+
+def params_of(answer: bytes) -> Params:
+    """Raises ValueError and RecursionError when a prefill leg's answer is no JSON, or the
+    parameters cannot be decoded. An answer of another form, such as a list, has none."""
     try:
-        answer = msgspec.json.decode(data, type=PrefillAnswer)
+        params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
     except msgspec.ValidationError:
-        return PrefillAnswer()
-    msgspec.json.decode(answer.kv_transfer_params)  # as raw JSON, it was only skipped
-    return answer
+        return NO_PARAMS
+    msgspec.json.decode(params)  # as raw JSON, they were only skipped
+    return params
