@@ -17,9 +17,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @on_graph
 def revoke_lease(
     graph: OnGraph,
-    lease: Annotated[
-        str, typer.Argument(metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`.")
-    ] = "",
+    lease: drain.Lease = None,
     component: Annotated[
         str | None, typer.Option(help="Revoke the leases of all its processes.")
     ] = None,
@@ -39,16 +37,15 @@ def revoke_lease(
     .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05
     .venv/bin/python scripts/revoke_lease.py --component PrefillWorker --wait
     """
-    if lease and component:
+    if lease is not None and component:
         raise ConfigError(["give either a lease or --component, not both"])
-    wanted = drain.parse_lease(lease) if lease else None
 
     async def work(store: Store, place: Place) -> None:
         records = await members(store, place.namespace)
-        if not lease and not component:
+        if lease is None and not component:
             print(as_table(await member_rows(records, place.certificates())))
             return
-        chosen = [r for r in records if r.lease_id == wanted or r.component == component]
+        chosen = [r for r in records if r.lease_id == lease or r.component == component]
         if not chosen:
             raise StartupError(_no_match(lease, component, records))
         await drain.revoke(store, [record.lease_id for record in chosen])
@@ -65,12 +62,12 @@ def revoke_lease(
     graph.on_store(work)
 
 
-def _no_match(lease: str, component: str | None, records: list[EndpointRecord]) -> str:
+def _no_match(lease: int | None, component: str | None, records: list[EndpointRecord]) -> str:
     if component:
         known = ", ".join(sorted({record.component for record in records})) or "none"
         return f"no live process of component {component}; live: {known}"
     known = ", ".join(sorted({f"{record.lease_id:x}" for record in records})) or "none"
-    return f"no live process has lease {lease}; live: {known}"
+    return f"no live process has lease {lease or 0:x}; live: {known}"
 
 
 if __name__ == "__main__":

@@ -178,7 +178,8 @@ def _nats_user(namespace: str, permissions: Permissions) -> str:
 
 
 def _rule(subjects: Sequence[str]) -> str:
-    return json.dumps({"allow": subjects} if subjects else {"deny": [">"]})
+    rule = {"allow": subjects} if subjects else {"deny": [">"]}
+    return json.dumps(rule, separators=(",\n          ", ": "))
 
 
 def etcd_commands(namespace: str, permissions: Collection[Permissions]) -> str:

@@ -22,12 +22,31 @@ from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.processes import is_alive
 
 
+def _lease_id(text: str) -> int:
+    """Raises ConfigError."""
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1 << 63:
+        raise ConfigError(
+            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
+        )
+    return value
+
+
+Lease = Annotated[
+    int | None,
+    typer.Argument(
+        parser=_lease_id, metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`."
+    ),
+]
+
+
 @on_graph
 def drain(
     graph: OnGraph,
-    lease: Annotated[
-        str, typer.Argument(metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`.")
-    ] = "",
+    lease: Lease = None,
     component: Annotated[
         str | None,
         typer.Option(
@@ -67,14 +86,15 @@ def drain(
     dynamo-lite drain --pick PrefillWorker
     dynamo-lite drain 694d9a2f3c4e8a05
     """
-    if bool(lease) == (component is not None):
+    if (lease is None) == (component is None):
         raise ConfigError(["give either LEASE or --pick COMPONENT"])
-    wanted = parse_lease(lease) if lease else 0
+    if component is not None and component not in tuple(Role):
+        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
 
     async def work(store: Store, place: Place) -> bool:
         """Returns whether its work was cut off."""
         seen = await place.look(store)
-        record, reason, workers = _choose(seen, component or "", wanted, force)
+        record, reason, workers = _choose(seen, component, lease, force)
         rows = [
             (
                 "->" if one.record is record else "",
@@ -100,41 +120,25 @@ def drain(
         raise typer.Exit(EXIT_CUT_OFF)
 
 
-def parse_lease(text: str) -> int:
-    """Raises ConfigError."""
-    try:
-        value = int(text, 16)
-    except ValueError:
-        value = 0
-    if not 0 < value < 1 << 63:
-        raise ConfigError(
-            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
-        )
-    return value
-
-
 def _choose(
-    seen: GraphSeen, component: str, lease_id: int, force: bool
+    seen: GraphSeen, component: str | None, lease: int | None, force: bool
 ) -> tuple[EndpointRecord, str, Sequence[WorkerSeen]]:
     """The worker to remove, why this one, and all of its component.
 
-    lease_id: 0: the least busy one of `component`. Raises StartupError when there is none,
+    lease: None: the least busy one of `component`. Raises StartupError when there is none,
     ConfigError when it is the last one and not `force`.
     """
-    if lease_id:
-        if (given := seen.records.get(lease_id)) is None:
-            known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
-            raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
-        component = given.component
-    elif component not in tuple(Role):
-        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
-    if not (workers := seen.workers(component)):
+    if lease is not None and lease not in seen.records:
+        known = ", ".join(sorted(f"{one:x}" for one in seen.records)) or "none"
+        raise StartupError(f"no live process has lease {lease:x}; live: {known}")
+    component = component if lease is None else seen.records[lease].component
+    if not (workers := seen.workers(component or "")):
         raise StartupError(f"no live worker of component {component}")
     last_may_go = force or component not in tuple(Role)
-    found = victim(workers, among={lease_id} if lease_id else None, force=last_may_go)
+    found = victim(workers, among=None if lease is None else {lease}, force=last_may_go)
     if found.record is None:
         raise ConfigError([f"{component}: {found.reason}; --force drains it"])
-    return found.record, "as asked" if lease_id else found.reason, workers
+    return found.record, found.reason if lease is None else "as asked", workers
 
 
 async def revoke(store: Store, lease_ids: Iterable[int]) -> None:
