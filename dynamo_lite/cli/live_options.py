@@ -4,8 +4,9 @@ A key is `Component.option`, as in a section of the configuration file.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -131,16 +132,8 @@ async def change(edits: Mapping[str, Edit], store: Store, place: Place) -> dict[
     if "Planner" in edits:
         for facts in (await place.look(store, "Planner")).facts.values():
             file |= facts.get("options", {}).get("file", {})
-
-    def check(values: Values) -> None:
-        if mistakes := contradictions(applied({**file, **values}, PlannerOptions())):
-            raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
-
     return {
-        component: await write(
-            *(store, place.namespace, component, edits[component]),
-            check=check if component == "Planner" else None,
-        )
+        component: await write(store, place.namespace, component, edits[component], file)
         for component in sorted(edits, key=lambda name: name != "Planner")
     }
 
@@ -214,13 +207,13 @@ async def write(
     namespace: str,
     component: str,
     edit: Edit,
-    check: Callable[[Values], None] | None = None,
+    planner_file: Values = MappingProxyType({}),
 ) -> list[Change]:
-    """Changes these options and no others, even with concurrent writers. check: raises for values
-    that do not go together.
+    """Changes these options and no others, even with concurrent writers. planner_file: values of
+    the planner's file, where they are not the defaults.
 
-    An invalid record is only replaced by an edit that unsets all options.
-    Raises StartupError for such a record, and Unavailable.
+    An invalid record is only replaced by an edit that unsets all options. Raises StartupError for
+    such a record; ConfigError when the planner's options would contradict each other; Unavailable.
     """
     key = names.live_options_key(namespace, component)
     replaces = all(edit.get(option) is UNSET for option in LIVE_OPTIONS[component])
@@ -233,8 +226,10 @@ async def write(
                 raise
             before = {}
         values = {o: value for o, value in {**before, **edit}.items() if value is not UNSET}
-        if check is not None:
-            check(values)
+        if component == "Planner":
+            planned = applied({**planner_file, **values}, PlannerOptions())
+            if mistakes := contradictions(planned):
+                raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
         if await store.swap(key, data, encode_json(LiveOptionsRecord(values=values))):
             both = ((o, before.get(o, UNSET), values.get(o, UNSET)) for o in edit)
             return [(f"{component}.{o}", was, now) for o, was, now in both if was != now]
