@@ -1,129 +1,74 @@
-"""Removes processes of a graph: revokes their leases, so that they drain and exit.
+"""Revokes leases of a graph's processes: `.venv/bin/python scripts/revoke_lease.py --help`."""
 
-    .venv/bin/python scripts/revoke_lease.py                      list the live members
-    .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05     revoke that lease
-    .venv/bin/python scripts/revoke_lease.py --component PrefillWorker [--wait]
+from typing import Annotated
 
-With --wait it returns when the processes' keys are gone and the processes on this host have ended.
-Exit codes: 0 done; 1 no such lease or component, no answer from etcd, or --timeout is over; 2 bad
-input.
-"""
+import typer
 
-import argparse
-import asyncio
-import os
-import socket
-import sys
-import time
-from pathlib import Path
-
-from dynamo_lite.cli import drain
-from dynamo_lite.cli.arguments import check_argument
-from dynamo_lite.cli.listing import OnGraph, Place, as_table, member_rows, members
-from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
+from dynamo_lite.cli import arguments, drain
+from dynamo_lite.cli.listing import OnGraph, Place, as_table, member_rows, members, on_graph
+from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve.child_environment import VARIABLES
-from dynamo_lite.serve.processes import is_alive
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "lease", nargs="?", help="lease id in hexadecimal, as shown by `dynamo-lite ps`"
-    )
-    parser.add_argument("--component", help="revoke the leases of all its processes")
-    parser.add_argument("--wait", action="store_true", help="wait until they are gone")
-    parser.add_argument("--timeout", type=float, default=60.0, help="timeout of --wait in seconds")
-    parser.add_argument(
-        "--etcd-url",
-        help="default: the variable DYNAMO_LITE_ETCD_URL, or that of the graph on --state-dir",
-    )
-    parser.add_argument(
-        "--certificates",
-        type=Path,
-        default=os.environ.get("DYNAMO_LITE_CERTIFICATES") or None,
-        help="folder with ca.pem, Operator.pem and its key; default: the variable"
-        " DYNAMO_LITE_CERTIFICATES, or that of the graph on --state-dir",
-    )
-    parser.add_argument("--namespace", help="default: that of the graph on --state-dir, or dynamo")
-    parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
-    return parser.parse_args()
-
-
-def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError, StartupError or Unavailable."""
-    if args.lease and args.component:
-        raise ConfigError(["give either a lease or --component, not both"])
-    wanted = drain.parse_lease(args.lease) if args.lease else None
-    if args.etcd_url:
-        check_argument("etcd-url", args.etcd_url)
-    etcd_url = args.etcd_url or os.environ.get(VARIABLES["etcd-url"])
-    graph = OnGraph(
-        state_dir=args.state_dir,
-        etcd_url=etcd_url,
-        namespace=args.namespace,
-        certificates=args.certificates,
-    )
-    graph.on_store(lambda store, place: revoke(args, wanted, store, place))
-
-
-async def revoke(args: argparse.Namespace, wanted: int | None, store: Store, place: Place) -> None:
-    """wanted: the given lease. Raises as `run`."""
-    records = await members(store, place.namespace)
-    if not args.lease and not args.component:
-        print(as_table(await member_rows(records, place.certificates())))
-        return
-    chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
-    if not chosen:
-        raise StartupError(_no_match(args, records))
-    await drain.revoke(store, [record.lease_id for record in chosen], print)
-    if args.wait:
-        await _wait_until_gone(store, place.namespace, chosen, args.timeout)
-        print("gone")
-
-
-async def _wait_until_gone(
-    store: Store, namespace: str, chosen: list[EndpointRecord], timeout_s: float
+@app.command()
+@on_graph
+def revoke_lease(
+    graph: OnGraph,
+    lease: drain.Lease = None,
+    component: Annotated[
+        str | None, typer.Option(help="Revoke the leases of all its processes.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until they are gone.")] = False,
+    timeout: Annotated[float, typer.Option(help="Timeout of --wait in seconds.")] = 60.0,
 ) -> None:
-    """Waits until keys, and processes of this host, are gone. Raises StartupError."""
-    leases = {record.lease_id for record in chosen}
-    pids = {record.pid for record in chosen if record.pid and record.host == socket.gethostname()}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        present = {record.lease_id for record in await members(store, namespace)} & leases
-        running = {pid for pid in pids if is_alive(pid)}
-        if not present and not running:
+    """Remove processes of a graph: revoke their leases, so that they drain and exit.
+
+    Without a lease and --component it lists the live members. With --wait it returns when the
+    processes' keys are gone and the processes have ended.
+
+    Exit codes: 0: done; 1: no such lease or component, no answer from etcd, or --timeout is over;
+    2: bad input.
+
+    \b
+    .venv/bin/python scripts/revoke_lease.py
+    .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05
+    .venv/bin/python scripts/revoke_lease.py --component PrefillWorker --wait
+    """
+    if lease is not None and component:
+        raise ConfigError(["give either a lease or --component, not both"])
+
+    async def work(store: Store, place: Place) -> None:
+        records = await members(store, place.namespace)
+        if lease is None and not component:
+            print(as_table(await member_rows(records, place.certificates())))
             return
-        if time.monotonic() > deadline:
-            left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
-            raise StartupError(f"timeout: still there after {timeout_s:g} s: {', '.join(left)}")
-        await asyncio.sleep(0.2)
+        chosen = [r for r in records if r.lease_id == lease or r.component == component]
+        if not chosen:
+            raise StartupError(_no_match(lease, component, records))
+        await drain.revoke(store, [record.lease_id for record in chosen])
+
+        async def look() -> tuple[str, bool]:
+            """Whether keys and processes are gone."""
+            listed = {record.lease_id for record in await members(store, place.namespace)}
+            left = [r for r in chosen if r.lease_id in listed or await drain.lives(r)]
+            return ", ".join(sorted({f"lease {r.lease_id:x}" for r in left})) or "gone", not left
+
+        if wait:
+            await arguments.follow(look, timeout)
+
+    graph.on_store(work)
 
 
-def _no_match(args: argparse.Namespace, records: list[EndpointRecord]) -> str:
-    if args.component:
+def _no_match(lease: int | None, component: str | None, records: list[EndpointRecord]) -> str:
+    if component:
         known = ", ".join(sorted({record.component for record in records})) or "none"
-        return f"no live process of component {args.component}; live: {known}"
+        return f"no live process of component {component}; live: {known}"
     known = ", ".join(sorted({f"{record.lease_id:x}" for record in records})) or "none"
-    return f"no live process has lease {args.lease}; live: {known}"
-
-
-def main() -> None:
-    try:
-        run(_arguments())
-    except ConfigError as exc:
-        for mistake in exc.mistakes:
-            print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(2)
-    except DynamoLiteError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    return f"no live process has lease {lease or 0:x}; live: {known}"
 
 
 if __name__ == "__main__":
-    main()
+    arguments.run(app)

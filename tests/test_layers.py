@@ -62,10 +62,10 @@ BUDGET = {
     "dynamo_lite/disagg": 5_889,
     "dynamo_lite/vllm": 6_570,
     "dynamo_lite/forward": 4_491,
-    "dynamo_lite/planner": 1_773,
-    "dynamo_lite/serve": 4_608,
-    "dynamo_lite/cli": 2_215,
-    "tests": 49_588,
+    "dynamo_lite/planner": 1_753,
+    "dynamo_lite/serve": 4_613,
+    "dynamo_lite/cli": 2_120,
+    "tests": 49_568,
     "tests/simulation": 7_881,
 }
 SLACK = 50

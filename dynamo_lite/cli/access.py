@@ -5,8 +5,9 @@ makes those of etcd.
 """
 
 import asyncio
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ app = typer.Typer(
 
 
 @app.command("etcd")
-@on_graph("nats_url")
+@on_graph
 def etcd(
     graph: OnGraph,
     make: Annotated[
@@ -166,22 +167,19 @@ def nats_account(namespace: str, permissions: Collection[Permissions]) -> str:
 def _nats_user(namespace: str, permissions: Permissions) -> str:
     user = user_of(namespace, permissions.component)
     inbox = inbox_of(user)
-    publish, subscribe = permissions.publish, (*permissions.subscribe, f"{inbox}.>")
     return (
         f"    # NATS URL: nats://HOST:4222?login=FILE&inbox={inbox}\n"
         f'    {{ user: "{user}", password: ${password_variable(user)}, permissions: {{\n'
-        f"        publish: {_rule(publish)}\n"
-        f"        subscribe: {_rule(subscribe)}\n"
+        f"        publish: {_rule(permissions.publish)}\n"
+        f"        subscribe: {_rule((*permissions.subscribe, f'{inbox}.>'))}\n"
         "        allow_responses: true\n"
         "    } }\n"
     )
 
 
 def _rule(subjects: Sequence[str]) -> str:
-    if not subjects:
-        return '{ deny: [">"] }'
-    lines = "".join(f'          "{subject}"\n' for subject in subjects)
-    return f"{{ allow: [\n{lines}        ] }}"
+    rule = {"allow": subjects} if subjects else {"deny": [">"]}
+    return json.dumps(rule, separators=(",\n          ", ": "))
 
 
 def etcd_commands(namespace: str, permissions: Collection[Permissions]) -> str:
@@ -213,58 +211,38 @@ async def make_users(
 ) -> None:
     """Makes a user for each component, and `root`, and turns authentication on.
 
-    May be repeated, also when an earlier call ended halfway: what exists stays, a password that
-    differs from its file is changed; with authentication on, `root` has that of its file already.
+    May be repeated, also when an earlier call ended halfway: what exists stays, and each user gets
+    the password of its file; with authentication on, `root` has that of its file already.
     logins: a folder with a file USER:PASSWORD for each user, named as the user.
 
     Raises ConfigError for a file or URL that cannot be used, StartupError when etcd refuses.
     """
     users = [_ROOT, *(user_of(namespace, each.component) for each in permissions)]
-    as_root = _EtcdCtl(etcd_url, {user: _password(logins / user, user) for user in users})
+    passwords = {user: _password(logins / user, user) for user in users}
+    as_root = {"user": _ROOT, "password": passwords[_ROOT]}
+
+    async def call(*words: str, user: str = "") -> None:
+        """user: whose password is the input."""
+        typed = f"{passwords[user]}\n" if user else ""
+        await etcdctl(etcd_url, *words, timeout_s=_ANSWER_S, typed=typed, **as_root)
+
     first = [["user", "add", _ROOT], ["user", "grant-role", _ROOT, _ROOT]]
     try:
         for step in [*first, *_etcd_steps(namespace, permissions), ["auth", "enable"]]:
-            await as_root.run(step)
+            user = step[2] if step[:2] == ["user", "add"] else ""
+            try:
+                await call(*step, user=user)
+            except StartupError as exc:
+                if "already exists" not in str(exc):
+                    raise
+                if user:
+                    await call("user", "passwd", user, user=user)
     except StartupError as exc:
         # etcdctl says no more when certificates or TLS are missing.
         silent = "deadline exceeded" in str(exc)
         hint = "; does it run, and does it want https:// and --certificates?" if silent else ""
         where = redact(etcd_url)
         raise StartupError(f"cannot make the users of etcd at {where}: {exc}{hint}") from exc
-
-
-class _EtcdCtl:
-    """etcdctl as `root`. While authentication is off, etcd ignores who asks."""
-
-    def __init__(self, etcd_url: str, passwords: Mapping[str, str]):
-        self._etcd_url, self._passwords = etcd_url, passwords
-
-    async def run(self, words: Sequence[str]) -> None:
-        """What exists stays, but a user gets the password of its file."""
-        user = words[2] if words[:2] == ["user", "add"] else ""
-        try:
-            await self._call(*words, typed=user)
-        except StartupError as exc:
-            if "already exists" not in str(exc):
-                raise
-            if user and not await self._has_password(user):
-                await self._call("user", "passwd", user, typed=user)
-
-    async def _has_password(self, user: str) -> bool:
-        """While authentication is off, etcd takes any password for right: False."""
-        if "Status: false" in await self._call("auth", "status"):
-            return False
-        try:
-            await self._call("user", "get", user, as_user=user)
-        except StartupError:
-            return False
-        return True
-
-    async def _call(self, *words: str, as_user: str = _ROOT, typed: str = "") -> str:
-        """typed: the user whose password is the input."""
-        login = {"user": as_user, "password": self._passwords[as_user]}
-        line = f"{self._passwords[typed]}\n" if typed else ""
-        return await etcdctl(self._etcd_url, *words, timeout_s=_ANSWER_S, typed=line, **login)
 
 
 def _password(path: Path, user: str) -> str:

@@ -1,18 +1,20 @@
-"""What the commands of `dynamo-lite` share: options, exit codes, and how Ctrl-C ends one.
+"""What the commands of `dynamo-lite` share: options, exit codes, and how one ends or waits.
 
 Exit codes: 0: done or drained, 1: could not start or operate, 2: bad input, 130: killed by a second
 signal, or interrupted.
 """
 
+import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.runtime.address import has_credentials, redact
 from dynamo_lite.runtime.process.logs import LogFormat
 from dynamo_lite.serve.child_environment import VARIABLES
@@ -24,6 +26,9 @@ EXIT_BAD_INPUT = 2
 EXIT_CUT_OFF = 3
 EXIT_INTERRUPTED = 130
 
+#: Between two looks at what was asked for: nothing here tells of a change.
+_POLL_S = 0.2
+
 StateDir = Annotated[
     Path, typer.Option(help="Directory for logs, run.json and data of embedded servers.")
 ]
@@ -32,9 +37,13 @@ Namespace = Annotated[
 ]
 
 
-def check_argument(option: str, url: str) -> None:
-    """Raises ConfigError if `url`, given on the command line as `--option`, has credentials."""
-    if has_credentials(url):
+def _without_password(
+    context: typer.Context, parameter: typer.CallbackParam, url: str | None
+) -> str | None:
+    """Raises ConfigError for a URL with credentials, unless it is the variable's value."""
+    source = context.get_parameter_source(parameter.name or "")
+    if url and has_credentials(url) and source is not None and source.name == "COMMANDLINE":
+        option = (parameter.name or "").replace("_", "-")
         raise ConfigError(
             [
                 f"--{option} {redact(url)}: it has credentials before the @, which all users of"
@@ -43,15 +52,6 @@ def check_argument(option: str, url: str) -> None:
                 f" {VARIABLES[option]} of the command `dynamo-lite`"
             ]
         )
-
-
-def _without_password(
-    context: typer.Context, parameter: typer.CallbackParam, url: str | None
-) -> str | None:
-    """Raises ConfigError for a URL with credentials, unless it is the variable's value."""
-    source = context.get_parameter_source(parameter.name or "")
-    if url is not None and source is not None and source.name == "COMMANDLINE":
-        check_argument((parameter.name or "").replace("_", "-"), url)
     return url
 
 
@@ -118,3 +118,35 @@ def interruptible(says: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(says, file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def run(app: typer.Typer) -> None:
+    """Prints expected errors as lines and maps them to exit codes."""
+    try:
+        app()
+    except ConfigError as exc:
+        for mistake in exc.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except DynamoLiteError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+async def follow(look: Callable[[], Awaitable[tuple[str, bool]]], timeout_s: float) -> None:
+    """Looks until it is done, and prints each change with the seconds since the start.
+
+    look: says how it stands, and whether it is done. Raises StartupError after `timeout_s`.
+    """
+    began, told = time.monotonic(), ""
+    while True:
+        text, done = await look()
+        passed_s = time.monotonic() - began
+        if text != told:
+            print(f"{passed_s:6.1f}s  {text}", flush=True)
+            told = text
+        if done:
+            return
+        if passed_s > timeout_s:
+            raise StartupError(f"timeout after {timeout_s:g} s, and it goes on: {text}")
+        await asyncio.sleep(_POLL_S)

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from dynamo_lite import __version__
 from dynamo_lite.cli import (
     access,
+    arguments,
     drain,
     explain,
     listing,
@@ -27,9 +28,6 @@ from dynamo_lite.cli import (
 )
 from dynamo_lite.cli.arguments import (
     DEFAULT_STATE_DIR,
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EtcdUrl,
     Json,
     LogLines,
@@ -42,7 +40,7 @@ from dynamo_lite.cli.arguments import (
 )
 from dynamo_lite.cli.listing import OnGraph, Place, on_graph
 from dynamo_lite.forward import commands as forward
-from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.store import Store
 
 
@@ -229,7 +227,7 @@ def examples_(
 
 
 @app.command()
-@on_graph("nats_url")
+@on_graph
 def ps(graph: OnGraph, as_json: Json = False) -> None:
     """List the live processes of a graph and their state.
 
@@ -247,7 +245,7 @@ def ps(graph: OnGraph, as_json: Json = False) -> None:
 
 
 @app.command()
-@on_graph("nats_url")
+@on_graph
 def top(
     graph: OnGraph,
     once: Annotated[bool, typer.Option("--once", help="Print one plain frame and exit.")] = False,
@@ -301,18 +299,7 @@ def _as_yaml(graph: str, config: Any) -> str:
 
 
 def main() -> None:
-    """Entry point: prints expected errors as lines and maps them to exit codes."""
-    try:
-        app(standalone_mode=True)
-    except ConfigError as exc:
-        for mistake in exc.mistakes:
-            print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-    except DynamoLiteError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+    arguments.run(app)
 
 
 if __name__ == "__main__":

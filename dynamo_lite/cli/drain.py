@@ -4,18 +4,16 @@ watches it leave."""
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
-from dynamo_lite.cli.arguments import EXIT_CUT_OFF, interruptible
+from dynamo_lite.cli.arguments import EXIT_CUT_OFF, follow, interruptible
 from dynamo_lite.cli.listing import OnGraph, Place, members, on_graph, table
 from dynamo_lite.planner.drains import GraphSeen, in_flight, look, seconds
-from dynamo_lite.planner.policy.drain import Leaving, WorkerSeen, danger, victim, written_s
+from dynamo_lite.planner.policy.drain import WorkerSeen, danger, victim
 from dynamo_lite.planner.policy.inputs import Role
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
@@ -23,22 +21,32 @@ from dynamo_lite.runtime.overview.fetch import TIMEOUT_S
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.serve.processes import is_alive
 
-#: The end of its work is no event that is seen here.
-_POLL_S = 0.2
-#: Of a process that does not say.
-_GRACE_S, _TTL_S = 30.0, 30.0
 
-_COLUMNS = ("", "component", "lease", "state", "in_flight")
+def _lease_id(text: str) -> int:
+    """Raises ConfigError."""
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1 << 63:
+        raise ConfigError(
+            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
+        )
+    return value
 
-Say = Callable[[str], None]
+
+Lease = Annotated[
+    int | None,
+    typer.Argument(
+        parser=_lease_id, metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`."
+    ),
+]
 
 
-@on_graph("nats_url")
+@on_graph
 def drain(
     graph: OnGraph,
-    lease: Annotated[
-        str, typer.Argument(metavar="[LEASE]", help="Lease id, as shown by `dynamo-lite ps`.")
-    ] = "",
+    lease: Lease = None,
     component: Annotated[
         str | None,
         typer.Option(
@@ -78,24 +86,32 @@ def drain(
     dynamo-lite drain --pick PrefillWorker
     dynamo-lite drain 694d9a2f3c4e8a05
     """
-    if bool(lease) == (component is not None):
+    if (lease is None) == (component is None):
         raise ConfigError(["give either LEASE or --pick COMPONENT"])
-    wanted = parse_lease(lease) if lease else 0
+    if component is not None and component not in tuple(Role):
+        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
 
     async def work(store: Store, place: Place) -> bool:
         """Returns whether its work was cut off."""
         seen = await place.look(store)
-        record, reason, workers = _choose(seen, component or "", wanted, force)
-        say = partial(print, flush=True)
-        say(table(_COLUMNS, [_cells(one, record.lease_id) for one in workers]))
-        say(f"{record.component} {record.lease_id:x}: {reason}")
+        record, reason, workers = _choose(seen, component, lease, force)
+        rows = [
+            (
+                "->" if one.record is record else "",
+                *(one.record.component, f"{one.lease_id:x}", one.state),
+                "?" if one.in_flight is None else one.in_flight,
+            )
+            for one in workers
+        ]
+        print(table(("", "component", "lease", "state", "in_flight"), rows))
+        print(f"{record.component} {record.lease_id:x}: {reason}", flush=True)
         if dry_run:
-            say("dry run: nothing was revoked")
+            print("dry run: nothing was revoked")
             return False
         watch = _Watch(store, place, record)
-        await revoke(store, [record.lease_id], say)
+        await revoke(store, [record.lease_id])
         if not no_wait:
-            await watch.until_gone(timeout, say)
+            await follow(watch.look, timeout)
         return watch.forced
 
     with interruptible("interrupted; a worker whose lease was revoked goes on draining"):
@@ -104,51 +120,34 @@ def drain(
         raise typer.Exit(EXIT_CUT_OFF)
 
 
-def parse_lease(text: str) -> int:
-    """Raises ConfigError."""
-    try:
-        value = int(text, 16)
-    except ValueError:
-        value = 0
-    if not 0 < value < 1 << 63:
-        raise ConfigError(
-            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
-        )
-    return value
-
-
 def _choose(
-    seen: GraphSeen, component: str, lease_id: int, force: bool
+    seen: GraphSeen, component: str | None, lease: int | None, force: bool
 ) -> tuple[EndpointRecord, str, Sequence[WorkerSeen]]:
     """The worker to remove, why this one, and all of its component.
 
-    lease_id: 0: the least busy one of `component`. Raises StartupError when there is none,
+    lease: None: the least busy one of `component`. Raises StartupError when there is none,
     ConfigError when it is the last one and not `force`.
     """
-    if not lease_id and component not in tuple(Role):
-        raise ConfigError([f"--pick {component}: accepted: {', '.join(Role)}"])
-    given = seen.records.get(lease_id)
-    if lease_id and given is None:
-        known = ", ".join(sorted(f"{lease:x}" for lease in seen.records)) or "none"
-        raise StartupError(f"no live process has lease {lease_id:x}; live: {known}")
-    component = component if given is None else given.component
-    workers = seen.workers(component)
-    if not workers:
+    if lease is not None and lease not in seen.records:
+        known = ", ".join(sorted(f"{one:x}" for one in seen.records)) or "none"
+        raise StartupError(f"no live process has lease {lease:x}; live: {known}")
+    component = component if lease is None else seen.records[lease].component
+    if not (workers := seen.workers(component or "")):
         raise StartupError(f"no live worker of component {component}")
     last_may_go = force or component not in tuple(Role)
-    found = victim(workers, among={lease_id} if lease_id else None, force=last_may_go)
+    found = victim(workers, among=None if lease is None else {lease}, force=last_may_go)
     if found.record is None:
         raise ConfigError([f"{component}: {found.reason}; --force drains it"])
-    return found.record, "as asked" if lease_id else found.reason, workers
+    return found.record, found.reason if lease is None else "as asked", workers
 
 
-async def revoke(store: Store, lease_ids: Iterable[int], say: Say) -> None:
+async def revoke(store: Store, lease_ids: Iterable[int]) -> None:
     """Revokes leases: their owners leave the listing at once, and drain."""
     for lease_id in sorted(set(lease_ids)):
         if await store.revoke(lease_id):
-            say(f"revoked {lease_id:x}")
+            print(f"revoked {lease_id:x}", flush=True)
         else:
-            say(f"lease {lease_id:x} had already expired or been revoked")
+            print(f"lease {lease_id:x} had already expired or been revoked", flush=True)
 
 
 class _Watch:
@@ -157,64 +156,52 @@ class _Watch:
 
     def __init__(self, store: Store, place: Place, record: EndpointRecord):
         self._store, self._place, self._record = store, place, record
-        role = Role.PREFILL if record.component == Role.PREFILL else Role.DECODE
-        self._leaving = Leaving(role=role, lease_id=record.lease_id)
+        self._idle_at: float | None = None
         self._safe = self._ended = False
         #: Whether it had work after its grace.
         self.forced = False
 
-    async def until_gone(self, timeout_s: float, say: Say) -> None:
-        """Raises StartupError after `timeout_s`."""
-        began, told = time.monotonic(), ""
-        while True:
-            state = self._state(await self.harm())
-            if state != told:
-                say(f"{time.monotonic() - began:6.1f}s  {state}")
-                told = state
-            if self._ended:
-                return
-            if time.monotonic() - began > timeout_s:
-                raise StartupError(f"timeout: still there after {timeout_s:g} s: {told}")
-            await asyncio.sleep(_POLL_S)
+    async def look(self) -> tuple[str, bool]:
+        """How it stands, and whether its process has ended."""
+        harm = await self.harm()
+        if self._ended:
+            return "GONE      its process has ended", True
+        if self.forced:
+            return f"FORCED    its grace is over: {harm or 'it may be killed'}", False
+        if harm:
+            return f"DRAINING  {harm}", False
+        return "SAFE      it may be killed: no write into or from its memory is awaited", False
 
     async def harm(self) -> str:
         """Asks it and all decode workers what its end could harm; empty if nothing. Takes 2 s at
         most."""
-        listed = await members(self._store, self._place.namespace)
-        asked_at, before = time.monotonic(), self._leaving
-        seen = await look([*listed, self._record], self._place.certificates())
-        facts = seen.facts.get(before.lease_id, {})
+        record, listed = self._record, await members(self._store, self._place.namespace)
+        asked_at = time.monotonic()
+        seen = await look([*listed, record], self._place.certificates())
+        facts = seen.facts.get(record.lease_id, {})
         running, now = in_flight(facts), time.monotonic()
-        is_listed = any(member.lease_id == before.lease_id for member in listed)
-        idle_at = now if before.idle_at is None else before.idle_at
-        unlisted_at = now if before.unlisted_at is None else before.unlisted_at
-        self._ended = not is_listed and not facts and not await _lives(self._record)
-        self._leaving = replace(
-            before,
-            unlisted_at=None if is_listed else unlisted_at,
+        is_listed = any(member.lease_id == record.lease_id for member in listed)
+        if running != 0:
+            self._idle_at = None
+        elif self._idle_at is None:
+            self._idle_at = now
+        self._ended = not is_listed and not facts and not await lives(record)
+        late = seconds(facts, "draining_s", 0.0) > seconds(facts, "grace_s", 0.0)
+        self.forced |= bool(running and late) or bool(facts.get("cut_off"))
+        harm = danger(
+            Role.PREFILL if record.component == Role.PREFILL else Role.DECODE,
+            record.lease_id,
+            seen.writers(asked_at),
+            listed=is_listed,
             in_flight=running,
-            idle_at=idle_at if running == 0 else None,
+            idle_at=self._idle_at or now,
         )
-        grace_s = seconds(facts, "grace_s", _GRACE_S)
-        late = bool(running) and seconds(facts, "draining_s", 0.0) > grace_s
-        self.forced |= late or bool(facts.get("cut_off"))
-        landed_s = written_s(grace_s, seconds(facts, "lease_ttl_s", _TTL_S))
-        harm = danger(self._leaving, seen.writers(asked_at), now=asked_at, landed_s=landed_s)
         # Only work takes SAFE back: neither its own silence nor that of a decode worker.
         self._safe = not harm or (self._safe and not running)
         return "" if self._safe else harm
 
-    def _state(self, harm: str) -> str:
-        if self._ended:
-            return "GONE      its process has ended"
-        if self.forced:
-            return f"FORCED    its grace is over: {harm or 'it may be killed'}"
-        if harm:
-            return f"DRAINING  {harm}"
-        return "SAFE      it may be killed: no write into or from its memory is awaited"
 
-
-async def _lives(record: EndpointRecord) -> bool:
+async def lives(record: EndpointRecord) -> bool:
     """Whether its process is there. On another host its status server tells: only a refused
     connection means no."""
     if record.pid and record.host == socket.gethostname():
@@ -229,13 +216,3 @@ async def _lives(record: EndpointRecord) -> bool:
         return True
     writer.transport.abort()
     return True
-
-
-def _cells(worker: WorkerSeen, chosen: int) -> list[str]:
-    return [
-        "->" if worker.lease_id == chosen else "",
-        worker.record.component,
-        f"{worker.lease_id:x}",
-        worker.state,
-        "?" if worker.in_flight is None else str(worker.in_flight),
-    ]

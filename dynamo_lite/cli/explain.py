@@ -7,15 +7,15 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from dynamo_lite.cli.arguments import EXIT_FAILED, Json
+from dynamo_lite.cli.arguments import Json, NatsUrl
 from dynamo_lite.cli.listing import OnGraph, members, on_graph, open_broker, open_store, table
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol import names
@@ -26,6 +26,7 @@ from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     NoResponders,
     ProtocolError,
+    StartupError,
 )
 from dynamo_lite.protocol.forwarding import (
     ForwardDecision,
@@ -47,15 +48,20 @@ class Kind:
     owner: str
     #: Of the table; a dot leads into a record.
     columns: tuple[str, ...]
+    decode: Callable[[bytes], Explained | ForwardExplained]
 
 
 DECODE = Kind(
     "decode engine",
     "worker",
     ("prompt_tokens", "cached_tokens", "queue.jobs", "verdict", "reason", "asked.outcome"),
+    decode_explained,
 )
 FORWARDER = Kind(
-    "Forwarder", "forwarder", ("prompt_tokens", "how", "reason", "status", "outcome", "took_s")
+    "Forwarder",
+    "forwarder",
+    ("prompt_tokens", "how", "reason", "status", "outcome", "took_s"),
+    decode_forward_explained,
 )
 
 
@@ -103,20 +109,7 @@ def as_table(kind: Kind, taken: Sequence[Taken]) -> str:
     return table(("at", "request", *columns), [one.cells() for one in taken])
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """The replies of all decode engines, or of all Forwarders."""
-
-    kind: Kind
-    #: Oldest first.
-    taken: Sequence[Taken]
-    #: Number of those that replied.
-    replied: int
-    #: Those that did not: ids of engines, or leases of Forwarders, hexadecimal.
-    silent: list[str]
-
-
-@on_graph()
+@on_graph
 def explain(
     graph: OnGraph,
     request_id: Annotated[
@@ -130,6 +123,7 @@ def explain(
         int | None, typer.Option(min=1, max=4096, help="List the last N decisions.")
     ] = None,
     as_json: Json = False,
+    nats_url: NatsUrl = None,
 ) -> None:
     """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
 
@@ -149,31 +143,30 @@ def explain(
         raise ConfigError(["give either REQUEST_ID or --last N"])
     if len(request_id) > 256:
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
-    answers = asyncio.run(_ask_all(graph, Explain(request_id=request_id, last=last or 4096)))
-    for each in answers:
-        for name in each.silent:
-            print(f"warning: {each.kind.noun} {name} does not respond", file=sys.stderr)
-    found = [each for each in answers if each.taken]
-    taken = [one for each in found for one in each.taken]
+    wanted = Explain(request_id=request_id, last=last or 4096)
+    answers = asyncio.run(_ask_all(replace(graph, nats_url=nats_url), wanted))
+    for kind, name, told in answers:
+        if told is None:
+            print(f"warning: {kind.noun} {name} does not respond", file=sys.stderr)
+    found: dict[Kind, list[Taken]] = {}
+    for kind in (DECODE, FORWARDER):
+        taken = [one for each, _, told in answers if each is kind for one in told or ()]
+        found[kind] = sorted(taken, key=lambda one: one.at)[-wanted.last :]
+    every = [one for taken in found.values() for one in taken]
     if as_json:
-        print(json.dumps([one.as_json() for one in taken], indent=2))
-    elif request_id:
-        print("\n\n".join(one.as_text() for one in taken), end="\n" if taken else "")
-    else:
-        print("\n\n".join(as_table(each.kind, each.taken) for each in found or answers[:1]))
-    if not request_id or found:
-        return
-    asked = " and ".join(
-        f"{each.replied} {each.kind.noun}s"
-        for each in answers
-        if each.replied or each is answers[0]
-    )
-    print(
-        f"error: {request_id}: none of {asked} has a decision of it; decisions are kept for"
-        f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine",
-        file=sys.stderr,
-    )
-    raise typer.Exit(EXIT_FAILED)
+        print(json.dumps([one.as_json() for one in every], indent=2))
+    elif last is not None:
+        shown = [as_table(kind, taken) for kind, taken in found.items() if taken]
+        print("\n\n".join(shown or [as_table(DECODE, [])]))
+    elif every:
+        print("\n\n".join(one.as_text() for one in every))
+    if request_id and not every:
+        replied = Counter(kind for kind, _, told in answers if told is not None)
+        asked = [f"{replied[k]} {k.noun}s" for k in found if replied[k] or k is DECODE]
+        raise StartupError(
+            f"{request_id}: none of {' and '.join(asked)} has a decision of it; decisions are kept"
+            f" for {LONGEST_S / 60:g} minutes, at most {MOST} per engine"
+        )
 
 
 def _known(value: Any) -> Any:
@@ -195,47 +188,37 @@ def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
 
 
-async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answers]:
-    """Of decode engines, and of Forwarders. Raises StartupError, Unavailable."""
+#: Who was asked: the id of an engine, or the lease of a Forwarder, hexadecimal. None: no reply.
+_Answer = tuple[Kind, str, Sequence[Taken] | None]
+
+
+async def _ask_all(graph: OnGraph, wanted: Explain) -> Sequence[_Answer]:
+    """All decode engines, and all Forwarders. Raises StartupError, Unavailable."""
     place = graph.place()
     namespace = place.namespace
     async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(namespace)
         keys = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
         running = await members(store, namespace)
-    leases = sorted({record.lease_id for record in running if record.component == "Forwarder"})
-    engines = {
-        engine: names.explain_subject(namespace, engine)
+    asked = [
+        (DECODE, engine, names.explain_subject(namespace, engine))
         for engine in sorted(filter(names.is_engine_id, keys))
-    }
-    forwarders = {f"{one:x}": names.forward_explain_subject(namespace, one) for one in leases}
+    ]
+    asked += [
+        (FORWARDER, f"{lease:x}", names.forward_explain_subject(namespace, lease))
+        for lease in sorted({one.lease_id for one in running if one.component == "Forwarder"})
+    ]
     async with open_broker(place) as messaging:
-        ask = partial(_ask, messaging, wanted)
-        return await asyncio.gather(
-            ask(DECODE, engines, decode_explained),
-            ask(FORWARDER, forwarders, decode_forward_explained),
-        )
+        return await asyncio.gather(*(_ask(messaging, wanted, *one) for one in asked))
 
 
 async def _ask(
-    messaging: Messaging,
-    wanted: Explain,
-    kind: Kind,
-    subjects: Mapping[str, str],
-    decode: Callable[[bytes], Explained | ForwardExplained],
-) -> _Answers:
-    """subjects: by the name of who is asked."""
-
-    async def ask(subject: str) -> Sequence[Taken] | None:
-        try:
-            reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
-            told = decode(reply)
-        except (NoResponders, DeadlineExceeded, ProtocolError):
-            return None
-        now = time.time()
-        return [Taken(kind, now - each.age_s, told.lease_id, each) for each in told.decisions]
-
-    answers = await asyncio.gather(*map(ask, subjects.values()))
-    taken = sorted((one for answer in answers for one in answer or ()), key=lambda one: one.at)
-    silent = [name for name, answer in zip(subjects, answers, strict=True) if answer is None]
-    return _Answers(kind, taken[-wanted.last :], len(subjects) - len(silent), silent)
+    messaging: Messaging, wanted: Explain, kind: Kind, name: str, subject: str
+) -> _Answer:
+    try:
+        reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
+        told = kind.decode(reply)
+    except (NoResponders, DeadlineExceeded, ProtocolError):
+        return kind, name, None
+    now = time.time()
+    return kind, name, [Taken(kind, now - d.age_s, told.lease_id, d) for d in told.decisions]

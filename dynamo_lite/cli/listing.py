@@ -39,7 +39,6 @@ T = TypeVar("T")
 _MEMBER_COLUMNS = (
     *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
 )
-_UNKNOWN = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +115,21 @@ class OnGraph:
         return asyncio.run(run())
 
 
-def on_graph(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command these options, but for those `without`. It gets an OnGraph as `graph`."""
-    options = inspect.signature(OnGraph, eval_str=True).parameters.values()
-    added = [option for option in options if option.name not in without]
+def on_graph(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command these options, but for --nats-url. It gets an OnGraph as `graph`."""
+    options = dict(inspect.signature(OnGraph, eval_str=True).parameters)
+    del options["nats_url"]
 
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            found = {option.name: given.pop(option.name) for option in added}
-            command(graph=OnGraph(**found), **given)
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(graph=OnGraph(**{name: given.pop(name) for name in options}), **given)
 
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        every = [*(one for one in own if one.name != "graph"), *added]
-        keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every]
-        run.__annotations__ = {one.name: one.annotation for one in every}
-        vars(run)["__signature__"] = inspect.Signature(keyword)
-        return run
-
-    return decorated
+    every = {**inspect.signature(command, eval_str=True).parameters, **options}
+    del every["graph"]
+    keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every.values()]
+    run.__annotations__ = {one.name: one.annotation for one in keyword}
+    vars(run)["__signature__"] = inspect.Signature(keyword)
+    return run
 
 
 def checked_namespace(namespace: str) -> str:
@@ -181,7 +176,7 @@ async def member_rows(
             "lease": f"{record.lease_id:x}",
             "pid": record.pid,
             "host": record.host,
-            "version": record.version or _UNKNOWN,
+            "version": record.version or "-",
             "status_url": record.status_url,
             "state": state_of(facts[record.lease_id]),
             "age": round(max(0.0, now - record.started_at), 1),
@@ -191,29 +186,16 @@ async def member_rows(
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    return table(
-        _MEMBER_COLUMNS,
-        [
-            [_age(row["age"]) if c == "age" else str(row[c]) for c in _MEMBER_COLUMNS]
-            for row in rows
-        ],
-    )
+    shown = [{**row, "age": _age(row["age"])} for row in rows]
+    return table(_MEMBER_COLUMNS, [[row[name] for name in _MEMBER_COLUMNS] for row in shown])
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [[name.upper().replace("_", " ") for name in columns], *rows]
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    head = [name.upper().replace("_", " ") for name in columns]
+    lines = [head, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     padded = (map(str.ljust, cells, widths) for cells in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
-
-
-def as_time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def as_next_try(at: float | None) -> str:
-    """Of a failed link: time of day. at: see `LinkRecord`."""
-    return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def _age(age_s: float) -> str:

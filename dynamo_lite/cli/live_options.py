@@ -5,6 +5,8 @@ A key is `Component.option`, as in a section of the configuration file.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ from msgspec import UNSET
 
 from dynamo_lite.cli.arguments import Json
 from dynamo_lite.cli.listing import OnGraph, Place, on_graph, table
+from dynamo_lite.planner.policy.limits import contradictions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError, Unavailable
@@ -19,13 +22,17 @@ from dynamo_lite.protocol.live_options import (
     LIVE_OPTIONS,
     LiveOptionsRecord,
     Values,
+    applied,
     checked,
     decode_live_options,
 )
+from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.runtime.store import Store
 
 #: Option (kebab-case) to its value; UNSET: back to the file.
 Edit = Mapping[str, Any]
+#: Key, value before and value after; UNSET: the value of the file.
+Change = tuple[str, Any, Any]
 
 _TRIES = 20
 
@@ -47,7 +54,7 @@ app = typer.Typer(
 
 
 @app.command("get")
-@on_graph("nats_url")
+@on_graph
 def get(
     graph: OnGraph,
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="Show only this option.")] = "",
@@ -63,18 +70,14 @@ def get(
         print(json.dumps(found, indent=2))
         return
     cells = [
-        (
-            row["key"],
-            shown(row["set"]) if "set" in row else "-",
-            ", ".join(map(shown, row["file"])) or "?",
-        )
+        (row["key"], shown(row.get("set", "-")), ", ".join(map(shown, row["file"])) or "?")
         for row in found
     ]
     print(table(("key", "set", "file"), cells))
 
 
 @app.command("set")
-@on_graph("nats_url")
+@on_graph
 def set_(
     graph: OnGraph,
     edits: Annotated[
@@ -93,7 +96,7 @@ def set_(
 
 
 @app.command("unset")
-@on_graph("nats_url")
+@on_graph
 def unset(
     graph: OnGraph,
     keys: Annotated[
@@ -111,22 +114,28 @@ def unset(
     _edit(graph, parse_unsets(keys))
 
 
-def _edit(graph: OnGraph, edits: dict[str, dict[str, Any]]) -> None:
-    from dynamo_lite.cli import planner
-
-    async def change(store: Store, place: Place) -> dict[str, list[Any]]:
-        if (edit := edits.get("Planner")) is not None:
-            await planner.check_options(store, place, edit)
-        return {
-            component: await write(store, place.namespace, component, edit)
-            for component, edit in edits.items()
-        }
-
-    for component, changes in graph.on_store(change).items():
+def _edit(graph: OnGraph, edits: Mapping[str, Edit]) -> None:
+    for component, changes in graph.on_store(partial(change, edits)).items():
         for key, before, after in changes:
             print(f"{key}: {shown(before)} -> {shown(after)}")
         if not changes:
             print(f"{component}: no value differs")
+
+
+async def change(edits: Mapping[str, Edit], store: Store, place: Place) -> dict[str, list[Change]]:
+    """What `write` has changed, by component. Raises as `write`; ConfigError, and nothing changes,
+    when the planner's options would contradict each other.
+
+    The values of its file are those that a live planner reports, or the defaults.
+    """
+    file: dict[str, Any] = {}
+    if "Planner" in edits:
+        for facts in (await place.look(store, "Planner")).facts.values():
+            file |= facts.get("options", {}).get("file", {})
+    return {
+        component: await write(store, place.namespace, component, edits[component], file)
+        for component in sorted(edits, key=lambda name: name != "Planner")
+    }
 
 
 def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -179,15 +188,6 @@ def split_key(key: str) -> tuple[str, str]:
     return component, option
 
 
-def edited(values: Values, edit: Edit) -> dict[str, Any]:
-    return {key: value for key, value in {**values, **edit}.items() if value is not UNSET}
-
-
-def replaces(component: str, edit: Edit) -> bool:
-    """Whether all options are unset, so that what was there does not matter."""
-    return all(edit.get(option) is UNSET for option in LIVE_OPTIONS[component])
-
-
 async def read(store: Store, namespace: str, component: str) -> Values:
     """What is set. Raises StartupError for an invalid record."""
     key = names.live_options_key(namespace, component)
@@ -203,24 +203,33 @@ def _decoded(key: str, component: str, data: bytes | None) -> Values:
 
 
 async def write(
-    store: Store, namespace: str, component: str, edit: Edit
-) -> list[tuple[str, Any, Any]]:
-    """Changes these options and no others, even with concurrent writers. Returns key, value before
-    and value after of each difference; UNSET: the value of the file.
+    store: Store,
+    namespace: str,
+    component: str,
+    edit: Edit,
+    planner_file: Values = MappingProxyType({}),
+) -> list[Change]:
+    """Changes these options and no others, even with concurrent writers. planner_file: values of
+    the planner's file, where they are not the defaults.
 
-    An invalid record is only replaced by an edit that unsets all options.
-    Raises StartupError for such a record, and Unavailable.
+    An invalid record is only replaced by an edit that unsets all options. Raises StartupError for
+    such a record; ConfigError when the planner's options would contradict each other; Unavailable.
     """
     key = names.live_options_key(namespace, component)
+    replaces = all(edit.get(option) is UNSET for option in LIVE_OPTIONS[component])
     for _ in range(_TRIES):
         data = await store.get(key)
         try:
             before = _decoded(key, component, data)
         except StartupError:
-            if not replaces(component, edit):
+            if not replaces:
                 raise
             before = {}
-        values = edited(before, edit)
+        values = {o: value for o, value in {**before, **edit}.items() if value is not UNSET}
+        if component == "Planner":
+            planned = applied({**planner_file, **values}, PlannerOptions())
+            if mistakes := contradictions(planned):
+                raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
         if await store.swap(key, data, encode_json(LiveOptionsRecord(values=values))):
             both = ((o, before.get(o, UNSET), values.get(o, UNSET)) for o in edit)
             return [(f"{component}.{o}", was, now) for o, was, now in both if was != now]

@@ -5,7 +5,7 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -14,13 +14,10 @@ from msgspec.structs import replace
 
 from dynamo_lite.cli.arguments import EXIT_FAILED, Json, Targets
 from dynamo_lite.cli.listing import OnGraph, Place, on_graph, table
-from dynamo_lite.cli.live_options import Edit, edited, read, replaces
 from dynamo_lite.cli.scale import parse_targets
-from dynamo_lite.planner.policy.limits import contradictions, refusals
-from dynamo_lite.planner.record import edit
-from dynamo_lite.planner.record import read as read_records
+from dynamo_lite.planner.policy.limits import refusals
+from dynamo_lite.planner.record import edit, read
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.protocol.live_options import applied
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import WantedRecord
 from dynamo_lite.runtime.store import Store
@@ -44,7 +41,7 @@ app = typer.Typer(
 
 
 @app.command("status")
-@on_graph("nats_url")
+@on_graph
 def _status(
     graph: OnGraph,
     as_json: Json = False,
@@ -60,28 +57,26 @@ def _status(
 
 
 @app.command("pause")
-@on_graph("nats_url")
+@on_graph
 def _pause(
     graph: OnGraph,
     reason: Annotated[str, typer.Option(help="Why; `planner status` shows it.")] = "",
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
-
-    graph.on_store(lambda store, place: pause(store, place, reason))
+    graph.on_store(lambda store, place: _edit(store, place, lambda _: {"paused": reason[:1024]}))
     print("paused; `dynamo-lite planner resume` goes on")
 
 
 @app.command("resume")
-@on_graph("nats_url")
+@on_graph
 def _resume(graph: OnGraph) -> None:
     """Let the planner decide again."""
-
-    graph.on_store(lambda store, place: pause(store, place, None))
+    graph.on_store(lambda store, place: _edit(store, place, lambda _: {"paused": None}))
     print("resumed")
 
 
 @app.command("set")
-@on_graph("nats_url")
+@on_graph
 def _set(
     graph: OnGraph,
     targets: Targets,
@@ -97,7 +92,6 @@ def _set(
     dynamo-lite planner set VllmWorker=2 PrefillWorker=4
     """
     wanted = parse_targets(targets)
-
     record = graph.on_store(lambda store, place: set_counts(store, place, wanted))
     print(f"set: {_numbers(record.manual)}  (by {record.by})")
 
@@ -108,7 +102,7 @@ def _numbers(counts: Mapping[str, int]) -> str:
 
 async def look(store: Store, place: Place) -> dict[str, Any]:
     """What `status --json` prints. A planner that does not respond has no facts but its lease."""
-    records = await read_records(store, place.namespace)
+    records = await read(store, place.namespace)
     return {
         "planners": [
             {"lease": f"{lease:x}", **facts.get("planner", {})}
@@ -124,12 +118,6 @@ def _led_by(seen: Mapping[str, Any]) -> Mapping[str, Any]:
     """Facts of the planner that leads; empty if it does not respond."""
     found = (one for one in seen["planners"] if one["lease"] == seen["leader"] and "roles" in one)
     return next(found, {})
-
-
-async def pause(store: Store, place: Place, reason: str | None) -> None:
-    """reason: None: the planner decides again."""
-    paused = None if reason is None else reason[:1024]
-    await edit(store, place.namespace, lambda record: replace(record, paused=paused, by=_whoami()))
 
 
 async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> WantedRecord:
@@ -151,27 +139,16 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> W
     mistakes = mistakes or refusals(wanted, msgspec.convert(facts["limits"], PlannerOptions))
     if mistakes:
         raise ConfigError(mistakes)
+    return await _edit(store, place, lambda record: {"manual": {**record.manual, **wanted}})
+
+
+async def _edit(
+    store: Store, place: Place, change: Callable[[WantedRecord], dict[str, Any]]
+) -> WantedRecord:
+    """By this user. change: the fields that are replaced. Raises as `edit`."""
     return await edit(
-        store,
-        place.namespace,
-        lambda record: replace(record, manual={**record.manual, **wanted}, by=_whoami()),
+        store, place.namespace, lambda record: replace(record, **change(record), by=_whoami())
     )
-
-
-async def check_options(store: Store, place: Place, change: Edit) -> None:
-    """Raises ConfigError when the planner's options would contradict each other.
-
-    The values of the file are those that a live planner reports, or the defaults. Each worker
-    counts as one device. Raises StartupError for an invalid record.
-    """
-    file: dict[str, Any] = {}
-    for facts in (await place.look(store, "Planner")).facts.values():
-        file |= facts.get("options", {}).get("file", {})
-    replaced = replaces("Planner", change)
-    now = {} if replaced else await read(store, place.namespace, "Planner")
-    planned = applied({**file, **edited(now, change)}, PlannerOptions())
-    if mistakes := contradictions(planned):
-        raise ConfigError([f"Planner: {mistake}" for mistake in mistakes])
 
 
 def _whoami() -> str:
@@ -205,7 +182,7 @@ def as_text(seen: Mapping[str, Any]) -> str:
         lines.append("  `dynamo-lite planner set` with the present number gives one up")
     if roles := facts.get("roles"):
         rows = [{**one, "wanted": "?"} if one["wanted"] is None else one for one in roles]
-        lines += ["", table(_COLUMNS, [[str(row[name]) for name in _COLUMNS] for row in rows])]
+        lines += ["", table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])]
     lines += [f"would do: {action}" for action in facts.get("held", [])]
     for component, last in wanted["roles"].items():
         what = f"the last change: {component} {'up' if last['up'] else 'down'} to {last['count']}"

@@ -1,25 +1,25 @@
 """`dynamo-lite scale`: orders processes from the supervisor of this state directory."""
 
 import asyncio
-import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir, Targets, interruptible
-from dynamo_lite.cli.drain import Say
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    StateDir,
+    Targets,
+    follow,
+    interruptible,
+)
 from dynamo_lite.cli.listing import OnGraph, open_store
 from dynamo_lite.planner.policy.drain import victim
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.planner import MAX_WORKERS, Counts, RoleCounts, Want
 from dynamo_lite.runtime.supervisor_client import order
-from dynamo_lite.serve.run_state import ProcessState, read_run
-
-#: Between two looks at what was ordered: the supervisor sends no event when its counts change.
-_POLL_S = 0.2
+from dynamo_lite.serve.run_state import read_run
 
 
 def scale(
@@ -50,8 +50,7 @@ def scale(
     dynamo-lite scale VllmWorker=3
     dynamo-lite scale VllmWorker=1 PrefillWorker=2
     """
-    say = partial(print, flush=True)
-    work = _scale(state_dir, parse_targets(targets), force, 0.0 if no_wait else timeout, say)
+    work = _scale(state_dir, parse_targets(targets), force, 0.0 if no_wait else timeout)
     with interruptible("interrupted; the supervisor carries out what was ordered"):
         asyncio.run(work)
 
@@ -73,9 +72,7 @@ def parse_targets(texts: list[str]) -> dict[str, int]:
     return targets
 
 
-async def _scale(
-    state_dir: Path, targets: Mapping[str, int], force: bool, wait_s: float, say: Say
-) -> None:
+async def _scale(state_dir: Path, targets: Mapping[str, int], force: bool, wait_s: float) -> None:
     """Orders what is missing, retires what is too many, and waits until it is so.
 
     wait_s: longest wait; 0: none. Raises ConfigError, Unavailable, Refused
@@ -85,9 +82,21 @@ async def _scale(
         raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
     _check(targets, (await order(state_dir, Counts())).counts, force)
     for component, target in targets.items():
-        await _order(state_dir, component, target, say)
-    if wait_s != 0:
-        await _wait(state_dir, targets, time.monotonic() + wait_s, say)
+        await _order(state_dir, component, target)
+
+    async def look() -> tuple[str, bool]:
+        counts = (await order(state_dir, Counts())).counts
+        for name, target in targets.items():
+            if (left := counts[name].starting + counts[name].ready) < target:
+                run = read_run(state_dir)
+                ended = [one for one in run.processes if one.service == name] if run else []
+                why = "".join([f": {one.error}" for one in ended if one.state == "failed"][-1:])
+                raise StartupError(f"{name}: {left} of {target} are left{why}")
+        done = all(n == counts[name].ready == counts[name].present for name, n in targets.items())
+        return "; ".join(_as_text(name, counts[name], targets[name]) for name in targets), done
+
+    if wait_s:
+        await follow(look, wait_s)
 
 
 def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: bool) -> None:
@@ -106,64 +115,33 @@ def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: 
         raise ConfigError(mistakes)
 
 
-async def _order(state_dir: Path, component: str, target: int, say: Say) -> None:
+async def _order(state_dir: Path, component: str, target: int) -> None:
     reply = await order(state_dir, Counts())
     now = reply.counts[component]
     present = now.starting + now.ready
     if target == present:
         return
-    say(f"{component}: {target - present:+}")
-    processes = _processes(state_dir, component)
-    ready = [int(one.lease, 16) for one in processes if one.state == "ready" and one.lease]
+    print(f"{component}: {target - present:+}")
     leases: list[int] = []
-    # Those that do not serve end without being named.
-    if (number := len(ready) - target) > 0:
+    if now.ready > target:
         # A host of workers may have no certificates but theirs.
         place = OnGraph(state_dir=state_dir).place(component)
         async with open_store(place) as store:
             workers = (await place.look(store)).workers(component)
-        for _ in range(number):
+        workers = [one for one in workers if one.state != "draining"]
+        own = [one.lease_id for one in workers if one.lease_id in now.leases]
+        # Those that are not listed end without being named.
+        for _ in range(len(own) - target):
             # Whether the last one may go was decided with the target.
-            found = victim(workers, among=ready, force=True)
+            found = victim(workers, among=own, force=True)
             if found.record is not None:
                 leases.append(found.record.lease_id)
-                say(f"  lease {found.record.lease_id:x}, {found.reason}")
+                print(f"  lease {found.record.lease_id:x}, {found.reason}")
                 workers = [one for one in workers if one.record != found.record]
     want = Want(component=component, count=target, leases=tuple(leases), version=reply.version)
     await order(state_dir, want)
 
 
-async def _wait(state_dir: Path, targets: Mapping[str, int], limit: float, say: Say) -> None:
-    told = ""
-    while True:
-        counts = (await order(state_dir, Counts())).counts
-        text = "; ".join(_as_text(name, counts[name], targets[name]) for name in targets)
-        if text != told:
-            say(text)
-            told = text
-        left = 0
-        for name, target in targets.items():
-            now = counts[name]
-            left += abs(target - now.ready) + now.starting + now.draining
-            if now.starting + now.ready < target:
-                failed = [one for one in _processes(state_dir, name) if one.state == "failed"]
-                why = f": {failed[-1].error}" if failed else ""
-                raise StartupError(f"{name}: {now.starting + now.ready} of {target} are left{why}")
-        if not left:
-            return
-        if time.monotonic() > limit:
-            raise StartupError(f"timeout; the supervisor goes on: {text}")
-        await asyncio.sleep(_POLL_S)
-
-
 def _as_text(name: str, now: RoleCounts, target: int) -> str:
-    parts = [f"{now.ready} ready"]
-    parts += [f"{now.starting} starting"] if now.starting else []
-    parts += [f"{now.draining} draining"] if now.draining else []
-    return f"{name}: {', '.join(parts)} of {target}"
-
-
-def _processes(state_dir: Path, component: str) -> list[ProcessState]:
-    """Empty without a graph."""
-    run = read_run(state_dir)
-    return [one for one in run.processes if one.service == component] if run else []
+    more = [f", {n} {word}" for word in ("starting", "draining") if (n := getattr(now, word))]
+    return f"{name}: {now.ready} ready{''.join(more)} of {target}"

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_lite.cli.listing import Place, as_next_try, as_time, open_store
+from dynamo_lite.cli.listing import Place, open_store
 from dynamo_lite.runtime.overview.compose import ELSEWHERE
 from dynamo_lite.runtime.overview.model import Overview
 from dynamo_lite.runtime.overview.observer import Observer
@@ -102,8 +103,9 @@ def _flow(seen: Overview) -> Table:
     tokens = "" if seen.queue.tokens is None else f", {seen.queue.tokens:,} tokens"
     table.add_row("queue", f"{jobs}{tokens}")
     moved = seen.transfers
-    speed = f"{as_bytes(moved.bytes_per_s)}/s, {moved.jobs_per_s:.1f} jobs/s"
-    table.add_row("transfers", speed, f"{as_bytes(moved.total_bytes)} in {moved.total_jobs:,} jobs")
+    # In powers of 1000, as the transfer benchmarks.
+    speed = f"{decimal(round(moved.bytes_per_s))}/s, {moved.jobs_per_s:.1f} jobs/s"
+    table.add_row("transfers", speed, f"{decimal(moved.total_bytes)} in {moved.total_jobs:,} jobs")
     for name, latency in (("TTFT", seen.ttft), ("ITL", seen.itl)):
         p50_s, p95_s = latency.p50_s, latency.p95_s
         if p50_s is None or p95_s is None:
@@ -144,10 +146,10 @@ def _count(value: int | None) -> str:
     return _NOTHING if value is None else f"{value:,}"
 
 
-def as_bytes(amount: float) -> str:
-    """In powers of 1000, as the transfer benchmarks."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
+def as_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def as_next_try(at: float | None) -> str:
+    """Of a failed link: time of day. at: see `LinkRecord`."""
+    return "never" if at is None else time.strftime("%H:%M:%S", time.localtime(at))

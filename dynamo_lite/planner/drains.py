@@ -35,7 +35,7 @@ class GraphSeen:
 
     def writers(self, asked_at: float) -> Writers:
         """What each decode worker reported about its writers. asked_at: time of these facts, by
-        the clock that `planner/policy/drain.py` gets."""
+        the clock of `danger`."""
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()

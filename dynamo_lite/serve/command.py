@@ -12,6 +12,7 @@ from pathlib import Path
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import OPERATOR
 from dynamo_lite.runtime.address import is_loopback, redact
+from dynamo_lite.runtime.certificates import Certificates
 from dynamo_lite.runtime.process.logs import logging_config
 from dynamo_lite.runtime.process.stop import Interrupted, StopRequest, stop_on_signals
 from dynamo_lite.serve import startup_checks
@@ -126,6 +127,10 @@ async def _connect(
         else:
             named = "Graph.bind-host", "Graph.certificates"
             startup_checks.check_bind_host(shared.bind_host, namespace, *named)
+    if folder is not None:
+        for service in request.config.here:
+            if service.workers:
+                Certificates(folder, namespace, service.service.name)  # names a bad file
     servers: list[EmbeddedServer] = []
     if nats_url is None:
         nats = EmbeddedNats(fresh_folder(request.state_dir, "nats"), private=True)

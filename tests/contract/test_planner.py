@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.cli import planner
+from dynamo_lite.cli import live_options, planner
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -201,9 +201,11 @@ async def test_without_etcd_it_does_not_act(
 async def test_minima_that_need_more_devices_than_the_budget_are_refused(bench: Bench):
     place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
     async with bench.planner(prefill_min=3):
-        await planner.check_options(bench.store, place, {"decode-min": 5})
+        await live_options.change({"Planner": {"decode-min": 5}}, bench.store, place)
         with pytest.raises(ConfigError, match="and decode-min are 9 together, more than"):
-            await planner.check_options(bench.store, place, {"decode-min": 6})
+            edits = {"Frontend": {"max-queued-tokens": 5}, "Planner": {"decode-min": 6}}
+            await live_options.change(edits, bench.store, place)
+        assert await live_options.read(bench.store, bench.namespace, "Frontend") == {}
 
 
 async def test_what_cannot_be_reached_is_shown_and_given_up_by_setting_the_present_number(

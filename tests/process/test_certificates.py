@@ -71,9 +71,9 @@ def test_named_certificates_are_used_and_a_bad_one_is_refused(tmp_path: Path):
     assert not (state / "certificates").exists()
     (folder / "Front.pem").unlink()
     result = run("serve", STUB, "--state-dir", str(state), *named)
-    last = result.stderr.splitlines()[-1]
-    assert result.returncode == 1
-    assert last.startswith(f"error: Front-0: cert={folder}/Front.pem cannot be read")
+    lines = result.stderr.splitlines()
+    assert (result.returncode, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"error: cert={folder}/Front.pem cannot be read")
     assert not (state / "run.json").exists()
 
 

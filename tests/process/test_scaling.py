@@ -162,10 +162,10 @@ def test_the_command_scales_up_and_down(tmp_path: Path):
     with serving(tmp_path, until="ready http") as graph:
         up = run("scale", "Back=3", "--state-dir", str(tmp_path))
         assert up.returncode == 0, up.stderr
-        assert up.stdout.splitlines()[-1] == "Back: 3 ready of 3"
+        assert up.stdout.splitlines()[-1].endswith("s  Back: 3 ready of 3")
         down = invoke("scale", "Back=1", "--state-dir", str(tmp_path))
         assert down.returncode == 0, down.stderr
-        assert down.stdout.splitlines()[-1] == "Back: 1 ready of 1"
+        assert down.stdout.splitlines()[-1].endswith("s  Back: 1 ready of 1")
         states = {name: entry["state"] for name, entry in graph.processes().items()}
         assert sorted(states.values()) == ["ready", "ready", "stopped", "stopped"]
         for arguments, message in (

@@ -1,19 +1,11 @@
 """Who is removed, and when it may be killed."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dynamo_lite.planner.policy.drain import (
-    Leaving,
-    Victim,
-    WorkerSeen,
-    danger,
-    victim,
-    written_s,
-)
+from dynamo_lite.planner.policy.drain import Victim, WorkerSeen, danger, victim
 from dynamo_lite.planner.policy.inputs import Role
 from tests.builders import endpoint_record
 
@@ -85,45 +77,33 @@ def test_the_choice_does_not_depend_on_the_order_and_is_the_least_busy():
 # safe
 
 P, D = 7, 5
+LEASES = {Role.PREFILL: P, Role.DECODE: D}
 #: It was idle at 10; the decode worker reported at 11 that it waits for no writer.
-IDLE_P = Leaving(role=Role.PREFILL, lease_id=P, unlisted_at=8, in_flight=0, idle_at=10)
-IDLE_D = Leaving(role=Role.DECODE, lease_id=D, unlisted_at=8, in_flight=0, idle_at=10)
 NOBODY = {D: (frozenset[int](), 11.0)}
 
 
-def judged(leaving: Leaving, writers: Any = NOBODY, now: float = 12.0) -> str:
-    return danger(leaving, writers, now=now, landed_s=60.0)
+def judged(
+    role: Role, writers: Any = NOBODY, *, listed: bool = False, in_flight: int | None = 0
+) -> str:
+    return danger(role, LEASES[role], writers, listed=listed, in_flight=in_flight, idle_at=10.0)
 
 
-def test_the_last_write_of_a_worker_that_is_cut_off_lands_within_two_times_to_live():
-    assert written_s(grace_s=10.0, lease_ttl_s=30.0) == 60.0
-    assert written_s(grace_s=300.0, lease_ttl_s=30.0) == 330.0
-
-
-@pytest.mark.parametrize("leaving", [IDLE_P, IDLE_D])
-def test_safe_only_when_nothing_is_missing(leaving: Leaving):
-    assert judged(leaving) == ""
-    assert judged(replace(leaving, unlisted_at=None)) == "it is still listed: it may get work"
-    assert judged(replace(leaving, in_flight=2, idle_at=None))
-    assert judged(replace(leaving, in_flight=None, idle_at=None))
-    assert (judged(leaving, {}) == "") is (leaving.role is Role.PREFILL)
-    assert judged(leaving, {D: None})
+@pytest.mark.parametrize("role", Role)
+def test_safe_only_when_nothing_is_missing(role: Role):
+    assert judged(role) == ""
+    assert judged(role, listed=True) == "it is still listed: it may get work"
+    assert judged(role, in_flight=2)
+    assert judged(role, in_flight=None)
+    assert (judged(role, {}) == "") is (role is Role.PREFILL)
+    assert judged(role, {D: None})
     # What was said before it was idle may have changed since.
-    assert judged(leaving, {D: (frozenset(), 9.0)})
+    assert judged(role, {D: (frozenset(), 9.0)})
 
 
 def test_idle_alone_is_not_safe():
     """A write may still be under way into blocks that would be used again."""
-    found = judged(IDLE_P, {D: (frozenset({P}), 11.0), 6: (frozenset(), 11.0)})
+    found = judged(Role.PREFILL, {D: (frozenset({P}), 11.0), 6: (frozenset(), 11.0)})
     assert found == "attempts that it may write: of 5"
-    assert judged(IDLE_P, {D: (frozenset({8}), 11.0)}) == ""
-    found = judged(IDLE_D, {D: (frozenset({P, 8}), 11.0)})
+    assert judged(Role.PREFILL, {D: (frozenset({8}), 11.0)}) == ""
+    found = judged(Role.DECODE, {D: (frozenset({P, 8}), 11.0)})
     assert found == "2 writers may still write into its blocks"
-
-
-def test_time_makes_a_prefill_worker_safe_and_no_decode_worker():
-    busy = replace(IDLE_P, in_flight=1, idle_at=None)
-    assert judged(busy, now=68.0)
-    assert judged(busy, now=68.1) == ""
-    busy = replace(IDLE_D, in_flight=1, idle_at=None)
-    assert judged(busy, now=1e6)

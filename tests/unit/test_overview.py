@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rich.console import Console
 
-from dynamo_lite.cli.listing import as_next_try
-from dynamo_lite.cli.top import as_frame
+from dynamo_lite.cli.top import as_frame, as_next_try
 from dynamo_lite.planner.drains import GraphSeen
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.overview.compose import WANTED, compose, processes

@@ -205,7 +205,7 @@ async def test_what_is_safe_to_kill_stays_so_until_it_has_work_again(
         return []
 
     monkeypatch.setattr(drain, "look", look)
-    monkeypatch.setattr(drain, "_lives", lives)
+    monkeypatch.setattr(drain, "lives", lives)
     monkeypatch.setattr(drain, "members", members)
     monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now))
     leaving = drain._Watch(MemoryStore(), Place(etcd_url="", namespace="n"), endpoint_record(7, D))
@@ -221,7 +221,7 @@ async def test_what_is_safe_to_kill_stays_so_until_it_has_work_again(
     now, asked_age_s = 40.0, 5.0
     assert await leaving.harm() == "" and not leaving.forced
     facts["cut_off"] = 2
-    assert leaving._state(await leaving.harm()).startswith("FORCED") and leaving.forced
+    assert (await leaving.look())[0].startswith("FORCED") and leaving.forced
 
 
 # Sums of what decode workers report, and nothing for what is not

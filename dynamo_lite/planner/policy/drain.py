@@ -1,7 +1,4 @@
-"""Which worker is removed, and when a draining worker may be killed.
-
-All times are monotonic seconds of the process that asks.
-"""
+"""Which worker is removed, and when a draining worker may be killed."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,62 +65,45 @@ def victim(
 
 # When it may be killed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Leaving:
-    """A worker with a revoked lease, as it was last observed."""
-
-    role: Role
-    lease_id: int
-    #: When its keys were gone; None while they are in etcd: it is listed.
-    unlisted_at: float | None = None
-    #: Requests or jobs in flight; None: not known.
-    in_flight: int | None = None
-    #: When its last request or job had ended; None while there are any, or that is not known.
-    idle_at: float | None = None
-
-
 #: By decode worker: the leases of the writers that its ledger names, and the time of this report;
 #: None: it does not report them.
 Writers = Mapping[int, tuple[frozenset[int], float] | None]
 
 
-def written_s(grace_s: float, lease_ttl_s: float) -> float:
-    """How long after the end of its lease a prefill worker's last write lands, at most.
-
-    It starts within its grace, or, if the worker is cut off, before its claims have run out, which
-    is earlier than a time-to-live. It lands within another one (`disagg/attempts/ledger.py`).
-    """
-    return max(grace_s, lease_ttl_s) + lease_ttl_s
-
-
-def danger(leaving: Leaving, writers: Writers, *, now: float, landed_s: float) -> str:
-    """What the end of a leaving worker could harm; empty: it may be killed.
+def danger(
+    role: Role,
+    lease_id: int,
+    writers: Writers,
+    *,
+    listed: bool,
+    in_flight: int | None,
+    idle_at: float,
+) -> str:
+    """What the end of a worker with a revoked lease could harm; empty: it may be killed.
 
     An idle prefill worker may still have a write in flight, and its death does not stop a write
     that the network card has. The owner of the blocks would use them again. So every decode worker
-    must have ended its attempts since, or enough time must have passed. A decode worker must itself
-    have no attempt, because a late write would go to memory that another process has got.
+    must have ended its attempts since. A decode worker must itself have no attempt, because a late
+    write would go to memory that another process has got.
 
-    landed_s: see `written_s`.
+    listed: whether its keys are in etcd. in_flight: its requests or jobs; None: not known. idle_at:
+    when the last of them had ended, by the clock of `writers`.
     """
-    decodes, idle_at = leaving.role is Role.DECODE, leaving.idle_at
-    if leaving.unlisted_at is None:
+    decodes = role is Role.DECODE
+    if listed:
         return "it is still listed: it may get work"
-    if not decodes and now - leaving.unlisted_at > landed_s:
-        return ""
-    if leaving.in_flight is None or idle_at is None:
+    if in_flight is None:
         return "it does not report its running work"
-    if leaving.in_flight:
-        return f"{leaving.in_flight} {'requests' if decodes else 'jobs'} in flight"
-    asked = {leaving.lease_id: writers.get(leaving.lease_id)} if decodes else writers
+    if in_flight:
+        return f"{in_flight} {'requests' if decodes else 'jobs'} in flight"
+    asked = {lease_id: writers.get(lease_id)} if decodes else writers
     said = {lease: each[0] for lease, each in asked.items() if each and each[1] >= idle_at}
     if unknown := asked.keys() - said.keys():
         return f"decode workers that have not reported their writers since: {_leases(unknown)}"
     if decodes:
-        into = said[leaving.lease_id]
+        into = said[lease_id]
         return f"{len(into)} writers may still write into its blocks" if into else ""
-    naming = [lease for lease, each in said.items() if leaving.lease_id in each]
+    naming = [lease for lease, each in said.items() if lease_id in each]
     return f"attempts that it may write: of {_leases(naming)}" if naming else ""
 
 
