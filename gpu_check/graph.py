@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.graph import ROOT, TINY_MODEL, RunningGraph, end, running_graph
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.records import decode_engine
+from dynamo_lite.protocol.kv_regions import decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document

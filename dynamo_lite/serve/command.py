@@ -99,6 +99,36 @@ def hold(
     return directory, services
 
 
+def _certificates(
+    request: ServeRequest, running: RunState | None, *, embedded: bool
+) -> Path | None:
+    """The folder of this graph's certificates; None: it has none.
+
+    running: the graph that a lone service joins. embedded: whether the graph has an embedded server
+    and so is on this host only. Raises ConfigError where there is none, or a file cannot be used.
+    """
+    shared, names = (
+        request.config.shared,
+        [c.service.name for c in request.config.here if c.workers],
+    )
+    folder = shared.certificate_folder
+    if folder is None:
+        folder = running_certificates(running, shared.namespace)
+        if embedded and not is_loopback(shared.bind_host):
+            folder = request.state_dir.absolute() / "certificates" / shared.namespace
+        if folder is not None:
+            every = [service.service.name for service in here]
+            make_certificates(folder, shared.namespace, [*every, OPERATOR])
+    if folder is None:
+        named = "Graph.bind-host", "Graph.certificates"
+        startup_checks.check_bind_host(shared.bind_host, shared.namespace, *named)
+    else:
+        for service in here:
+            if service.workers:
+                Certificates(folder, shared.namespace, service.service.name)
+    return folder
+
+
 async def _connect(
     request: ServeRequest, stack: AsyncExitStack, progress: Progress
 ) -> tuple[RunState, list[EmbeddedServer]]:
@@ -108,29 +138,14 @@ async def _connect(
     Raises ConfigError, StartupError.
     """
     nats_url, etcd_url, only = request.nats_url, request.etcd_url, request.config.only
-    shared = request.config.shared
-    namespace, folder = shared.namespace, shared.certificate_folder
+    namespace = request.config.shared.namespace
     running = None if only is None else read_run(request.state_dir)
     if running is not None:
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     elif only is not None and (nats_url is None or etcd_url is None):
         message = "--service-name needs --nats-url and --etcd-url"
         raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
-    if folder is None:
-        folder = running_certificates(running, namespace)
-        # A graph with an embedded server is on this host only.
-        if not is_loopback(shared.bind_host) and (nats_url is None or etcd_url is None):
-            folder = request.state_dir.absolute() / "certificates" / namespace
-        if folder is not None:
-            names = [c.service.name for c in request.config.here]
-            make_certificates(folder, namespace, [*names, OPERATOR])
-        else:
-            named = "Graph.bind-host", "Graph.certificates"
-            startup_checks.check_bind_host(shared.bind_host, namespace, *named)
-    if folder is not None:
-        for service in request.config.here:
-            if service.workers:
-                Certificates(folder, namespace, service.service.name)  # names a bad file
+    folder = _certificates(request, running, embedded=nats_url is None or etcd_url is None)
     servers: list[EmbeddedServer] = []
     if nats_url is None:
         nats = EmbeddedNats(fresh_folder(request.state_dir, "nats"), private=True)
