@@ -63,7 +63,7 @@ BUDGET = {
     "dynamo_lite/vllm": 6_570,
     "dynamo_lite/forward": 4_491,
     "dynamo_lite/planner": 1_753,
-    "dynamo_lite/serve": 4_628,
+    "dynamo_lite/serve": 4_625,
     "dynamo_lite/cli": 2_120,
     "tests": 49_568,
     "tests/simulation": 7_881,

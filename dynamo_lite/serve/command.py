@@ -107,10 +107,7 @@ def _certificates(
     running: the graph that a lone service joins. embedded: whether the graph has an embedded server
     and so is on this host only. Raises ConfigError where there is none, or a file cannot be used.
     """
-    shared, names = (
-        request.config.shared,
-        [c.service.name for c in request.config.here if c.workers],
-    )
+    shared, here = request.config.shared, request.config.here
     folder = shared.certificate_folder
     if folder is None:
         folder = running_certificates(running, shared.namespace)
