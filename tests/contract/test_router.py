@@ -13,14 +13,14 @@ from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.live_options import LiveOptionsRecord, Values
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
+from dynamo_lite.routing import remote_router
+from dynamo_lite.routing.remote_router import RemoteRouter
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.overview.fetch import fetch_health
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.serve.services.frontend import router_client
-from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from dynamo_lite.serve.services.router import Router
 from tests.builders import (
     endpoint_record,
@@ -116,7 +116,7 @@ class Cluster:
 async def cluster(
     messaging: Messaging, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(router_client, "ANSWER_S", 10.0)
+    monkeypatch.setattr(remote_router, "ANSWER_S", 10.0)
     async with Cluster(messaging, namespace) as cluster:
         yield cluster
 
@@ -179,7 +179,7 @@ async def test_no_worker_to_choose_from_is_an_error(cluster: Cluster) -> None:
 async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_client, "ALONE_S", 3600.0)
+    monkeypatch.setattr(remote_router, "ALONE_S", 3600.0)
     record = endpoint_record(0x1, "Router", "pick", namespace=cluster.namespace)
     asked: list[PickRequest] = []
 
@@ -204,8 +204,8 @@ async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(
 async def test_without_the_broker_only_the_first_requests_wait_for_a_router(
     nats_server: PrivateServer, namespace: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_client, "ALONE_S", 2.0)
-    monkeypatch.setattr(router_client, "ANSWER_S", 3.0)
+    monkeypatch.setattr(remote_router, "ALONE_S", 2.0)
+    monkeypatch.setattr(remote_router, "ANSWER_S", 3.0)
     async with (
         NatsMessaging(nats_server.url) as messaging,
         Cluster(messaging, namespace) as cluster,

@@ -21,12 +21,12 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
+from dynamo_lite.request_plane.rotation import rotate
 from dynamo_lite.routing.pickers import RoundRobin
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.services.frontend.workers import rotate
 from tests.simulation.engine.assembly import SimEngineProcess
 from tests.simulation.engine.halves import DecodeHalves
 from tests.simulation.engine.model import (

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Self
 
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.rotation import WorkerCheck, check_workers, rotate
 from dynamo_lite.runtime.members.health import SILENT_S
 from dynamo_lite.runtime.members.roster import Members
-from dynamo_lite.serve.services.frontend.workers import WorkerCheck, check_workers, rotate
 from tests.builders import loop_time
 from tests.health_graph import A, B, Graph
 from tests.twins.servers import MemoryMessaging
@@ -40,12 +40,13 @@ class Frontend(Graph):
         self.memory = MemoryMessaging()
         super().__init__(self.memory)
         self.transport = Transport()
+        self.picks: list[int] = []
         self.beats: dict[int, asyncio.Task[None]] = {}
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
         async with super().open(), contextlib.AsyncExitStack() as stack:
-            await rotate(stack, self.roster, self.monitor, self.transport)  # type: ignore[arg-type]
+            await rotate(stack, self.roster, self.monitor, self.transport, self._changed)  # type: ignore[arg-type]
             for lease_id in (A, B):
                 await self.join(lease_id)
                 self.beats[lease_id] = asyncio.create_task(self.worker(lease_id))
@@ -55,7 +56,6 @@ class Frontend(Graph):
             await self.stop(lease_id)
 
     def _changed(self, members: Members) -> None:
-        self.changes += 1
         self.picks = [member.lease_id for member in members]
 
     async def stop(self, lease_id: int) -> float:

@@ -27,10 +27,10 @@ from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.migrating_request import MigrationPlan
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.routing.pickers import Picker, Selection
+from dynamo_lite.routing.remote_router import RemoteRouter
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import running
-from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
 from tests.builders import (
     NAMESPACE,
     endpoint_record,

@@ -20,8 +20,10 @@ from dynamo_lite.request_plane.admission import Admission
 from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded
+from dynamo_lite.request_plane.rotation import check_workers, rotate
 from dynamo_lite.routing.kv_routing import KvPicker
 from dynamo_lite.routing.pickers import Picker, Random, RoundRobin
+from dynamo_lite.routing.remote_router import RemoteRouter
 from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.listening import bind
 from dynamo_lite.runtime.members.health import HealthMonitor
@@ -34,8 +36,6 @@ from dynamo_lite.serve.services.config import FrontendConfig
 from dynamo_lite.serve.services.frontend.dashboard.app import OVERVIEW, Dashboard
 from dynamo_lite.serve.services.frontend.http import HttpServer, url_of
 from dynamo_lite.serve.services.frontend.http_entry import OwnPages
-from dynamo_lite.serve.services.frontend.router_client import RemoteRouter
-from dynamo_lite.serve.services.frontend.workers import check_workers, rotate
 from dynamo_lite.serve.services.metrics import RequestMetrics
 from dynamo_lite.serve.services.router import open_kv_picker
 from dynamo_lite.vllm.compat import vllm_version

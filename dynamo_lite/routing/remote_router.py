@@ -1,4 +1,4 @@
-"""The Frontend's client of the Router process."""
+"""A client of the Router process that picks workers by it."""
 
 import asyncio
 import contextlib
