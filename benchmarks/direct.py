@@ -14,7 +14,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.runtime.certificates import Certificates
+from dynamo_lite.runtime.certificates import Certificates, with_files
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.serve.certificate_folder import make_certificates
@@ -77,7 +77,7 @@ def as_frontend(run: RunState) -> Certificates | None:
 async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
     """A client of the one live worker of `service`."""
     async with (
-        EtcdStore(run.etcd_url("Frontend")) as store,
+        EtcdStore(with_files(run.etcd, run.folder, "Frontend")) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         changed = asyncio.Event()

@@ -1,5 +1,6 @@
 """Revokes leases of a graph's processes: `.venv/bin/python scripts/revoke_lease.py --help`."""
 
+import asyncio
 from typing import Annotated
 
 import typer
@@ -53,8 +54,10 @@ def revoke_lease(
         async def look() -> tuple[str, bool]:
             """Whether keys and processes are gone."""
             listed = {record.lease_id for record in await members(store, place.namespace)}
-            left = [r for r in chosen if r.lease_id in listed or await drain.lives(r)]
-            return ", ".join(sorted({f"lease {r.lease_id:x}" for r in left})) or "gone", not left
+            alive = await asyncio.gather(*map(drain.lives, chosen))
+            found = zip(chosen, alive, strict=True)
+            left = {r.lease_id for r, lives in found if lives or r.lease_id in listed}
+            return ", ".join(f"lease {lease_id:x}" for lease_id in sorted(left)) or "gone", not left
 
         if wait:
             await arguments.follow(look, timeout)

@@ -121,7 +121,7 @@ async def _order(state_dir: Path, component: str, target: int) -> None:
     present = now.starting + now.ready
     if target == present:
         return
-    print(f"{component}: {target - present:+}")
+    print(f"{component}: {target - present:+}", flush=True)
     leases: list[int] = []
     if now.ready > target:
         # A host of workers may have no certificates but theirs.
@@ -136,7 +136,7 @@ async def _order(state_dir: Path, component: str, target: int) -> None:
             found = victim(workers, among=own, force=True)
             if found.record is not None:
                 leases.append(found.record.lease_id)
-                print(f"  lease {found.record.lease_id:x}, {found.reason}")
+                print(f"  lease {found.record.lease_id:x}, {found.reason}", flush=True)
                 workers = [one for one in workers if one.record != found.record]
     want = Want(component=component, count=target, leases=tuple(leases), version=reply.version)
     await order(state_dir, want)

@@ -86,8 +86,8 @@ class PrefillStep:
 
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
-    #: Metadata (msgpack) by engine id, in the step with a job's read and in that with its first
-    #: write.
+    #: Metadata (msgpack) by engine id, in the step with a job's read and in those in which its
+    #: writes begin: the first one, and the first one after a preemption.
     targets: dict[str, bytes] = field(default_factory=dict)
     #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
     #: which knows its own.

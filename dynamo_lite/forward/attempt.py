@@ -62,8 +62,10 @@ class ForwardParts:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.engines.end()
-        await self.upstream.aclose()
+        try:
+            await self.engines.end()
+        finally:
+            await self.upstream.aclose()
 
     def facts(self) -> dict[str, Any]:
         """For `/health`."""
@@ -194,7 +196,8 @@ class RequestAttempt:
             return response
         head = headers.to_client(response.headers, engine.name)
         answer = Answer(status, head, leg.shows(await response.read()))
-        head["content-length"] = str(len(answer.body))
+        if job.method != "HEAD":
+            head["content-length"] = str(len(answer.body))
         if 400 <= status < 500:
             raise refused(engine, kind, answer)
         if not (job.request.route and (prefill or status in _RETRIED)):
@@ -215,7 +218,7 @@ class RequestAttempt:
             if self.merge is not None:
                 self.first_events = self.merge.from_prefill(leg.shows(events))
                 if not self.merge.begun:
-                    raise ValueError("no token")
+                    raise LegFailed(engine, "prefill", "unpaired", "no token")
             self.job.note.leg_ends(self._taken["prefill"])
             self._prefilled_at = asyncio.get_running_loop().time()
             params = NO_PARAMS if response.is_stream else params_of(data)

@@ -78,6 +78,8 @@ class FirstTokenMerge:
         index = choice.get("index") or 0
         if (shown := self._shown.get(index)) is None:
             return True
+        if (choice.get("delta") or {}).get("role") is not None and not any(_texts(choice).values()):
+            return choice.get("finish_reason") is not None  # a chat's first chunk: no token yet
         rests = {key: _rest(shown, key, text) for key, text in _texts(choice).items()}
         left, ends = any(rests.values()), choice.get("finish_reason") is not None
         if "text" in choice:

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -84,13 +84,6 @@ class ForwardServer(WebServer):
             max_field_size=_MAX_FIELD_BYTES,
             max_headers=_MAX_HEADERS,
         )
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop(0.0)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = Client(request, self._config.idle_timeout_s)

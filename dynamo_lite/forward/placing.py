@@ -118,6 +118,8 @@ class Placer:
     def place_decode(self, placement: EnginePlacement, tried: Tried) -> None:
         """After the prefill leg. Raises NoEngine."""
         assert placement.prefill is not None
+        self.released(placement, "decode")
+        placement.choices[:] = [one for one in placement.choices if one.leg == "prefill"]
         decoding = self._decoding(tried.decode | {placement.prefill.number})
         held = self._held(placement.chain)
         placement.decode, choice = self._choose("decode", decoding, held)

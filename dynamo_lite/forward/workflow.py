@@ -125,7 +125,7 @@ async def _serial(one: RequestAttempt) -> None:
     handoff = protocol.extract(await one.prefilled())
     if handoff is None:
         raise LegFailed(one.prefill, "prefill", "unpaired", "it has handed nothing over")
-    if protocol.staged:
+    if protocol.staged or not (protocol.names_decode or one.placement.decode.usable):
         one.parts.placer.place_decode(one.placement, one.job.tried)
     engine = one.placement.decode
     if not engine.usable:

@@ -34,8 +34,8 @@ class GraphSeen:
         ]
 
     def writers(self, asked_at: float) -> Writers:
-        """What each decode worker reported about its writers. asked_at: time of these facts, by
-        the clock of `danger`."""
+        """What each decode worker reported about its writers. asked_at: time of these facts, in
+        monotonic seconds of this process."""
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()

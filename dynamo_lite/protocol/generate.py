@@ -73,7 +73,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: against the request's own limits.
     output_token_ids: list[TokenId] = []
     #: Seconds that were left of the request's time limit when it was sent. Relative, because the
-    #: clocks of two hosts differ.
+    #: clocks of two hosts differ. The Frontend ends the request; here it limits a remote prefill.
     timeout_s: Seconds | None = None
     #: The request is migrated: a worker had accepted it, and is lost or drains. Limits on new
     #: requests do not apply.

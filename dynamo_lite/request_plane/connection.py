@@ -8,6 +8,7 @@ from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
+    ProtocolError,
     Refused,
     Unavailable,
 )
@@ -190,7 +191,10 @@ class Connection(FrameConnection):
     # FrameConnection
 
     def frame_received(self, payload: bytes) -> None:
-        match decode_worker_frame(payload):
+        message = decode_worker_frame(payload)
+        if not (self.greeted.done() or isinstance(message, Welcome)):
+            raise ProtocolError("a frame before the Welcome")
+        match message:
             case Deltas(deltas=deltas):
                 self._receive_deltas(deltas)
             case SubmitReply(request_id=request_id, reply=reply):

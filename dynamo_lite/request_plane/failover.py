@@ -174,8 +174,8 @@ class FailoverClient:
     # The choice of a worker
 
     async def _place(self, flight: MigratingRequest) -> None:
-        """Returns when a worker has accepted it, or it has ended. It has no worker that could be
-        lost until then, so no other call places it.
+        """Returns when a worker has accepted it, or it has ended. An attempt that was accepted and
+        lost before its `submit` has returned is placed by `_migrate`; then this only returns.
 
         Raises the error of the last round: Refused, NoWorkers, Overloaded, another
         Unavailable, or DeadlineExceeded.
@@ -183,11 +183,16 @@ class FailoverClient:
         loop = asyncio.get_running_loop()
         until = loop.time() + (self._move_wait_s if flight.moves else 0.0)
         pause_s = _FIRST_PAUSE_S
-        while (failure := await self._try_members(flight)) is not None:
+        while True:
+            changed = self._members_changed
+            if (failure := await self._try_members(flight)) is None:
+                return
             left_s = until - loop.time()
             if left_s <= 0:
                 raise failure
-            await all_of([self._members_changed], min(left_s, pause_s))
+            await all_of(
+                [changed], left_s if isinstance(failure, NoWorkers) else min(left_s, pause_s)
+            )
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _try_members(self, flight: MigratingRequest) -> DynamoLiteError | None:

@@ -47,7 +47,7 @@ def check_workers(
         return WorkerCheck(trouble=f"none of {workers} decode workers is responsive: {_SEE_LOGS}")
     connected = sum(
         transport.is_connected(member) and not health.is_known_unwell(member.lease_id)
-        for member in health.responsive or roster.members
+        for member in candidates(roster, health)
     )
     if connected:
         return WorkerCheck(
@@ -58,6 +58,11 @@ def check_workers(
         trouble=f"there are no heartbeats without NATS, and none of {workers} decode workers is"
         f" connected: {_SEE_LOGS}"
     )
+
+
+def candidates(roster: Roster, health: HealthMonitor) -> Members:
+    """The workers that respond; if there are none, all."""
+    return health.responsive or roster.members
 
 
 async def rotate(
@@ -87,10 +92,10 @@ async def rotate(
 
     def on_roster(*_: object) -> None:
         transport.retain(roster.members)
-        changed(health.responsive or roster.members)
+        changed(candidates(roster, health))
 
     def on_health(*_: object) -> None:
-        changed(health.responsive or roster.members)
+        changed(candidates(roster, health))
         migrate_overdue()
 
     async def look() -> None:

@@ -24,6 +24,8 @@ ANSWER_S = 0.5
 #: How long a router that has failed is left alone. A killed one stays registered until its lease
 #: expires, and precedes its replacement in the order.
 ALONE_S = 5.0
+#: Of each kind in one message: ids have at most 256 characters, a message 1 MiB by default.
+_MOST_OUTCOMES = 1000
 #: How often it is looked whether outcomes can be published again.
 _AGAIN_S = 1.0
 
@@ -155,13 +157,15 @@ class RemoteRouter(Picker):
             if not messaging.connected:
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            self._has_outcomes.clear()
-            outcomes, self._outcomes = self._outcomes, {}
-            for router, (answered, released) in outcomes.items():
+            router, (answered, released) = self._outcomes.popitem()
+            if not self._outcomes:
+                self._has_outcomes.clear()
+            subject = names.fates_subject(self._host.spec.namespace, router)
+            for start in range(0, max(len(answered), len(released)), _MOST_OUTCOMES):
+                part = slice(start, start + _MOST_OUTCOMES)
                 notice = RequestOutcomes(
-                    client=self._host.lease.id, answered=answered, released=released
+                    client=self._host.lease.id, answered=answered[part], released=released[part]
                 )
-                subject = names.fates_subject(self._host.spec.namespace, router)
                 # Disconnected in this moment: it is lost, as one that was just sent.
                 with contextlib.suppress(Unavailable):
                     await messaging.publish(subject, encode(notice))

@@ -64,7 +64,7 @@ class Reread(Generic[T]):
     def current(self) -> T:
         if (stamps := self._look()) != self._stamps:
             self._stamps = stamps
-            names = ", ".join(str(path) for path in self._paths if path)
+            names = ", ".join(dict.fromkeys(str(path) for path in self._paths if path))
             try:
                 self._made = self._make()
                 logger.info("%s were read again", names)

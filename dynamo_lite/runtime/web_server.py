@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -32,7 +32,7 @@ _parser_logger.setLevel(logging.CRITICAL)
 
 
 class WebServer:
-    """`start` returns when connections are accepted; `stop` is idempotent.
+    """Async context manager, in which connections are accepted. `stop` is idempotent.
 
     sock: bound; it is closed at the end. context: for each new connection; None: plain HTTP.
     on_drop: called for a connection that is closed because too many have no request, and for a
@@ -64,9 +64,17 @@ class WebServer:
         self._server = TcpServer(sock, make, pending, context, backlog=_BACKLOG)
         self._stopping = False
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Raises StartupError when the socket cannot listen."""
-        await self._server.start()
+        try:
+            await self._server.start()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(0.0)
 
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""

@@ -32,7 +32,7 @@ def signal_group(group: int, sig: int) -> bool:
     """Signals a process group. Returns whether the group had a member."""
     try:
         os.killpg(group, sig)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # another user's group has the number by now
         return False
     return True
 
@@ -118,7 +118,7 @@ def free_port() -> int:
     """A TCP port of loopback that no socket has now. It may be taken before it is used: be ready to
     retry.
 
-    It is outside the range for outgoing connections. So a restarted server finds its port
+    It is outside Linux' usual range for outgoing connections. So a restarted server finds its port
     free although clients tried to connect meanwhile.
     """
     for port in random.sample(_PORTS, len(_PORTS)):

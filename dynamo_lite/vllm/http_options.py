@@ -45,7 +45,7 @@ class TlsOptions:
         files = TlsFiles(Path(self.ca_certs) if self.ca_certs else None, cert, key)
         try:
             return Reread(files if self.refresh else None, partial(self._context, files)).current
-        except (ConfigError, OSError) as exc:
+        except (ConfigError, OSError, ValueError) as exc:
             raise StartupError(f"TLS of the HTTP server: {exc}") from exc
 
     def _context(self, files: TlsFiles) -> ssl.SSLContext:

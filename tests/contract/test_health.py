@@ -47,6 +47,7 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
         assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
         assert graph.monitor.trouble(A).startswith("no heartbeat for 0.")
         assert graph.monitor.trouble(B) == ""
+        assert graph.monitor.trouble(0xBAD) == "it is not registered"
         assert graph.sample("dynamo_lite_workers_unresponsive") == 1
     assert await graph.next_turn() == (set(), {B})
     assert graph.responsive() == []

@@ -84,6 +84,15 @@ def test_log_probabilities_of_the_first_token_are_shown_once():
     assert shown == [{"tokens": ["a"], "token_logprobs": [-0.5]}, None]
 
 
+def test_log_probabilities_of_a_first_token_without_text_are_shown_once():
+    first, again = delta("length", content=""), delta(content="")
+    for event in (first, again):
+        event["choices"][0]["logprobs"] = {"content": [{"token": "\ufffd", "logprob": -0.5}]}
+    rest = [ROLE, again, delta("stop", content="é")]
+    shown = [one.get("logprobs") for one in choices(merged([ROLE, first], rest))]
+    assert [one for one in shown if one] == [first["choices"][0]["logprobs"]]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "expected"),
     [

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Self
 
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.rotation import WorkerCheck, check_workers, rotate
+from dynamo_lite.request_plane.rotation import WorkerCheck, candidates, check_workers, rotate
 from dynamo_lite.runtime.members.health import SILENT_S
 from dynamo_lite.runtime.members.roster import Members
 from tests.builders import loop_time
@@ -65,9 +65,8 @@ class Frontend(Graph):
         return loop_time()
 
     def picks_from(self) -> list[int]:
-        assert self.picks == [
-            member.lease_id for member in self.monitor.responsive or self.roster.members
-        ]
+        members = candidates(self.roster, self.monitor)
+        assert self.picks == [member.lease_id for member in members]
         return self.picks
 
 

@@ -220,6 +220,31 @@ def test_without_staging_memory_the_peer_is_refused():
     assert "bytes of staging: out of memory" in pair.failures()["a1"]
 
 
+def _cannot_stage(_layout: object, written: BlockWrite) -> None:
+    raise TransferError(
+        written.of.target_engine, "could not stage blocks: an illegal memory access"
+    )
+
+
+def test_a_copy_that_fails_disconnects_the_peer_and_removes_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    removed: list[str] = []
+    pair = Pair()
+    remove = pair.mover.remove_peer
+    monkeypatch.setattr(
+        pair.mover, "remove_peer", lambda name: (removed.append(name), remove(name))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.prefill._staging, "fill", _cannot_stage)
+        pair.step(write(0, 3), ended=True)
+    assert "an illegal memory access" in pair.failures()["a1"]
+    assert removed == ["d/0"]
+    pair.expect("a2")
+    pair.step(write(0, 3, attempt="a2"), ended=True)
+    assert (pair.prefill.results().sent, pair.failures()) == ({"a2"}, {})
+
+
 def test_staging_memory_that_cannot_be_registered_fails_only_that_link(
     monkeypatch: pytest.MonkeyPatch,
 ):

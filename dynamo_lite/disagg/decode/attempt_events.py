@@ -131,8 +131,8 @@ class AttemptEvents:
         return encode(Held(for_s=self.ledger.claim_s))
 
     def _trouble(self, writer: int) -> str:
-        """Why the worker must not get a claim; empty if it may. Of one that is not registered
-        nothing would report that it is gone."""
+        """Why the worker must not get a claim; empty if it may. One that is not registered
+        must not get one: nothing would report its end."""
         why = self._workers.health.trouble(writer)
         return f"not able to work: {why}" if why else ""
 

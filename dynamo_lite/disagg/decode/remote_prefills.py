@@ -1,6 +1,6 @@
 """All prompts that a decode engine has decided about, one record for each decision.
 
-The scheduler half and the control session tell each event to `RemotePrefills` once.
+The scheduler half tells each event to `RemotePrefills` once.
 `explain`, spans and stage histograms read the records.
 """
 
@@ -173,7 +173,7 @@ class RemotePrefills:
             self._unpark(prefill)
         return prefill
 
-    # Events of the bridge
+    # Events that the bridge has left for a step
 
     def claimed(self, attempt: str, writer: int, at: float) -> None:
         """A prefill worker writes the attempt since `at`."""

@@ -40,7 +40,7 @@ class RemoteRank:
 
 @dataclass
 class ConnectedEngine:
-    """A decode engine. own, remote: this engine's ranks, and its own."""
+    """A decode engine. own: the ranks of this prefill engine. remote: of the decode engine."""
 
     own: Sequence[RankMetadata]
     remote: Sequence[RankMetadata]
@@ -58,7 +58,7 @@ class RemoteRanks:
 
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
         self._mover, self._own, self.rank, self._staging = mover, own, rank, staging
-        #: Engines that failed or are forgotten, until their agents are removed.
+        #: Engines that failed, or lost their place to others, until their agents are removed.
         self.ending: set[str] = set()
         #: Why an engine could not be connected, or a transfer with it failed. The caller reports
         #: and clears it.
@@ -77,14 +77,14 @@ class RemoteRanks:
         return found
 
     def meet(self, step: PrefillStep, in_use: Callable[[], Set[str]]) -> None:
-        """Connects the engines of the step's new jobs. Of too many it drops those that were used
-        longest ago. in_use: returns those that must stay."""
+        """Connects the engines of the jobs that begin to read or write in this step. Of too many
+        it drops those that were used longest ago. in_use: returns those that must stay."""
         for engine_id in [each for each in step.targets if each not in self.ending]:
             try:
                 found = self._connected.pop(engine_id, None) or self._connect(engine_id, step)
             except (msgspec.DecodeError, TransferError) as exc:
                 logger.warning("could not connect to engine %s: %s", engine_id, exc)
-                self.broken[engine_id] = str(exc)
+                self.broken[engine_id] = _why(exc)
                 self.ending.add(engine_id)
             else:
                 self._connected[engine_id] = found
@@ -131,8 +131,9 @@ class RemoteRanks:
     def failed(self, engine_id: str, why: TransferError) -> None:
         """A transfer with a rank of this engine failed: disconnects it, as it may be dead."""
         if self._connected.pop(engine_id, None) is not None:
-            self.broken[engine_id] = str(why)
-        if why.peer in self._names.get(engine_id, ()):
+            self.broken[engine_id] = _why(why)
+            self.ending.add(engine_id)
+        elif why.peer in self._names.get(engine_id, ()):
             self.ending.add(engine_id)
 
     def remove_ended(self, in_flight: Set[str]) -> None:
@@ -142,6 +143,11 @@ class RemoteRanks:
             for name in sorted(self._names.pop(engine_id, ())):
                 self._mover.remove_peer(name)
         self.ending &= in_flight
+
+
+def _why(error: Exception) -> str:
+    """For a message that names the engine itself."""
+    return f"{error.peer}: {error.detail}" if isinstance(error, TransferError) else str(error)
 
 
 def _ranks_of(metadata: bytes) -> Sequence[RankMetadata]:

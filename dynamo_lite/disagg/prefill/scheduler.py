@@ -155,6 +155,8 @@ class PrefillScheduler:
         self.stats = Counters()
         #: Set before the bridge starts, when all ranks are open.
         self.metadata: EngineMetadata | None = None
+        #: The same as bytes, once they were needed.
+        self._own = b""
         #: By request id, until nothing of the job is in flight in the ranks.
         self._jobs: dict[str, _Job] = {}
         self._step = PrefillStep()
@@ -295,7 +297,8 @@ class PrefillScheduler:
         """Sends the ranks the job's engine, which they connect unless it is connected."""
         step.targets[job.params.engine_id] = job.params.target
         if self.metadata is not None and len(self.metadata.ranks) > 1:
-            step.own = encode(self.metadata)
+            self._own = self._own or encode(self.metadata)
+            step.own = self._own
 
     def _end(self, request_id: str, outcome: str, detail: str = "") -> None:
         del self._jobs[request_id]

@@ -64,11 +64,11 @@ def unavailable(what: str) -> Iterator[None]:
 
 
 class Topology:
-    """The stream and the consumers of a graph's queue.
+    """The stream and the consumers of a graph's queue: makes them, and makes lost ones again.
 
     The stream's metadata contains the shared settings. So the process that creates the stream
     sets them atomically, and others can detect a difference.
-    wall: seconds since the epoch.
+    connection: opened and closed by the caller. wall: seconds since the epoch.
     """
 
     def __init__(

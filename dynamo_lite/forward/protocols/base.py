@@ -127,6 +127,8 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
+    #: Serial only: the prefill leg names the decode engine, so no other one can take the KV.
+    names_decode: bool = False
     #: Serial only: the decode engine is chosen after the prefill leg, with the load of that moment.
     staged: bool = False
 

@@ -79,6 +79,7 @@ READ = ForwardProtocol(
     prefill=_prefill,
     extract=_returned,
     decode=_decode,
+    names_decode=True,
 )
 
 WRITE = ForwardProtocol(

@@ -87,7 +87,7 @@ def danger(
     write would go to memory that another process has got.
 
     listed: whether its keys are in etcd. in_flight: its requests or jobs; None: not known. idle_at:
-    when the last of them had ended, by the clock of `writers`.
+    when the last of them had ended, in monotonic seconds of this process.
     """
     decodes = role is Role.DECODE
     if listed:

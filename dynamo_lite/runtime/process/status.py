@@ -71,11 +71,7 @@ class StatusServer:
             keepalive_timeout=_KEEP_ALIVE_S,
             lingering_time=0.0,
         )
-        try:
-            await self._server.start()
-        except BaseException:
-            await self.__aexit__()
-            raise
+        await self._server.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:

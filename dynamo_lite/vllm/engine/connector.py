@@ -1,8 +1,8 @@
 """The out-of-tree KV connector that stock vLLM loads.
 
 vLLM makes one in the scheduler's process and one in every worker process. The connector
-opens the half for its process (decode or prefill, scheduler or rank; `opened_rank.py` opens
-ranks) and forwards vLLM's hooks to it.
+opens the half for its process (decode or prefill, scheduler or rank; `opened_scheduler.py`
+and `opened_rank.py` open them) and forwards vLLM's hooks to it.
 """
 
 import atexit
@@ -80,8 +80,8 @@ class DynamoLiteConnector(KVConnectorBase_V1, SupportsHMA):
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
         self._block_size = vllm_config.cache_config.block_size
-        #: The scheduler half, also as what it is; None in a worker process, and before vLLM's
-        #: blocks are there.
+        #: The scheduler half; one of the next two is the same object. None in a worker process, and
+        #: before vLLM's blocks are there.
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._prefill: PrefillScheduler | None = None

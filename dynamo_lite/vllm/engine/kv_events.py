@@ -41,8 +41,7 @@ class VllmKvEvents:
 
     Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
     embeddings) get no hash, and neither do the blocks behind them. Of a model with several KV
-    groups one is followed, see `follow`. engine: its configuration
-    has where it publishes.
+    groups one is followed, see `follow`. engine: its configuration, with `kv_events_config`.
     """
 
     def __init__(self, engine: VllmConfig, on_drop: OnDrop):

@@ -59,7 +59,7 @@ def _described(spec: KVCacheSpec) -> list[str]:
 
 
 def groups_with_a_state(config: KVCacheConfig) -> list[int]:
-    """Their numbers."""
+    """The numbers of the KV groups with a state."""
     return [n for n, spec in enumerate(_kinds(config)) if isinstance(spec, MambaSpec)]
 
 

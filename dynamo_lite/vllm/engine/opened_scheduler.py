@@ -32,7 +32,7 @@ def open_scheduler(
     manager: "KVCacheManager",
     blocks_of: BlocksOf,
 ) -> DecodeScheduler | PrefillScheduler:
-    """blocks_of: the manager's."""
+    """blocks_of: see `BlocksOf`, of the manager's requests."""
     cache, clients = vllm_config.cache_config, NatsEtcdClients(config)
     if isinstance(config.role, PrefillEngineConfig):
         return PrefillScheduler(
