@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,17 @@ async def test_who_waits_for_a_token_waits_no_longer_than_its_own_call(etcd_serv
     etcd_server.thaw()
     await client.call(read)
     await client.close()
+
+
+async def test_what_got_no_token_at_a_member_that_hangs_goes_to_the_next(
+    etcd_server: PrivateServer,
+):
+    """A write too: it was certainly not sent."""
+    with socket.create_server(("127.0.0.1", 0)) as hangs:  # it accepts, and says nothing
+        first, rest = f"127.0.0.1:{hangs.getsockname()[1]}", etcd_server.url.partition("://")[2]
+        client = EtcdClient(parse_etcd_url(f"http://user:password@{first},{rest}"), open_channel)
+        client.timeout_s = 0.5
+        await client.call(rpc.PutRequest(key=b"key", value=b"value"))
+        reply = await client.call(rpc.RangeRequest(key=b"key"))
+        assert reply.kvs[0].value == b"value"
+        await client.close()

@@ -98,16 +98,17 @@ class EtcdClient:
         untried = len(self._channels)
         renewed = False
         while True:
-            channel, metadata = self.channel, self.metadata
+            channel, metadata, sent = self.channel, self.metadata, False
             try:
-                metadata, channel = await self._authenticated(timeout_s), self.channel
+                metadata = await self._authenticated(timeout_s)
+                channel, sent = self.channel, True
                 send = self._methods[type(request)]
                 return await send(request, timeout=timeout_s, metadata=metadata)
             except rpc.AioRpcError as exc:
                 if exc.code() in UNREACHABLE:
                     untried -= 1
                     self._leave(channel)
-                    if not untried or not (reads or _NEVER_SENT in details(exc)):
+                    if not untried or (sent and not reads and _NEVER_SENT not in details(exc)):
                         raise
                 elif self._address.user is not None and not renewed and _is_stale(exc):
                     renewed = True
