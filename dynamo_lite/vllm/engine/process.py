@@ -82,8 +82,7 @@ class EngineProcess:
                     lambda: [self._fingerprinted(each, ttl_s) for each in described]
                 )
             if self.kv_events is not None:
-                groups = await self._client.call_utility_async("get_kv_cache_group_metadata")
-                self.kv_events.follow(groups)
+                self.kv_events.follow(await self._kv_groups())
             one_group = all(each.num_groups == 1 for each in self.metadata)
             self._rules = FirstTokenRules(self.config, one_group=one_group)
         except BaseException:
@@ -113,6 +112,14 @@ class EngineProcess:
         ids = [own] if ranks == 1 else [f"{own}_dp{rank}" for rank in range(ranks)]
         asked = (self._status(names.describe_subject(config.namespace, each)) for each in ids)
         return await asyncio.gather(*asked)
+
+    async def _kv_groups(self) -> Any:
+        """vLLM does not end the call when the engine dies meanwhile. Raises StartupError."""
+        try:
+            async with asyncio.timeout(_DESCRIBE_S):
+                return await self._client.call_utility_async("get_kv_cache_group_metadata")
+        except TimeoutError as exc:
+            raise StartupError("the engine's process does not answer") from exc
 
     async def _status(self, subject: str) -> EngineStatus:
         try:
