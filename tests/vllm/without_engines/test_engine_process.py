@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ async def test_an_engine_that_dies_at_the_end_of_its_start_ends_the_start(
     )
     client, engine = DeadClient(), EngineProcess(context, publishes_kv=True)
     monkeypatch.setattr(engine, "_load", lambda: client)
-    monkeypatch.setattr(engine, "kv_events", object())
+    monkeypatch.setattr(engine, "kv_events", SimpleNamespace(follow=None))
     async with asyncio.timeout(5):
         with pytest.raises(StartupError, match="the engine's process does not answer"):
             await engine.__aenter__()
