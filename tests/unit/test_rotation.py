@@ -39,7 +39,7 @@ class Frontend(Graph):
     def __init__(self) -> None:
         self.memory = MemoryMessaging()
         super().__init__(self.memory)
-        self.transport = Transport()
+        self.transport, self.changes = Transport(), 0
         self.picks: list[int] = []
         self.beats: dict[int, asyncio.Task[None]] = {}
 
@@ -56,6 +56,7 @@ class Frontend(Graph):
             await self.stop(lease_id)
 
     def _changed(self, members: Members) -> None:
+        self.changes += 1
         self.picks = [member.lease_id for member in members]
 
     async def stop(self, lease_id: int) -> float:
@@ -74,9 +75,9 @@ class Frontend(Graph):
 async def test_a_silent_worker_gets_nothing_new_then_loses_what_it_has():
     async with Frontend().open() as frontend:
         assert frontend.transport.kept == [A, B]
-        stopped = await frontend.stop(A)
+        changes, stopped = frontend.changes, await frontend.stop(A)
         await asyncio.sleep(4.5)
-        assert frontend.picks_from() == [B]
+        assert frontend.picks_from() == [B] and frontend.changes == changes + 1
         await asyncio.sleep(4.0)
         assert frontend.transport.dropped == []
         await asyncio.sleep(2.0)
