@@ -3,8 +3,10 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,7 @@ from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.serve.run_state import RunState, lock, write_run
 
 #: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
@@ -200,3 +203,12 @@ def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
         "arrival_time": 1.0,
     }
     return GenerateRequest(request_id=request_id, **(fields | changes))
+
+
+@contextmanager
+def running_here(state_dir: Path, run: RunState) -> Iterator[None]:
+    """A graph's state directory while it runs. Its `run.json` stays, as that of one killed."""
+    with ExitStack() as stack:
+        assert lock(state_dir, stack)
+        write_run(state_dir, run)
+        yield

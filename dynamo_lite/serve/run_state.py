@@ -2,18 +2,22 @@
 
 It is replaced atomically, readable only by its owner (URLs may contain credentials), and
 removed when the graph ends. A lock file beside it keeps two graphs from using one state
-directory.
+directory, and says whether the graph of a `run.json` still runs: a pid may be another process's.
 """
 
 import contextlib
 import fcntl
 import os
+import struct
 from pathlib import Path
 
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.processes import is_alive
+
+#: `struct flock` (fcntl(2)): type, whence, start, length, pid. Length 0 is the whole file.
+_LOCK = struct.Struct("hhqqi")
+_WHOLE_FILE = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
@@ -79,7 +83,7 @@ def read_run(state_dir: Path) -> RunState | None:
         state = msgspec.json.decode(run_file(state_dir).read_bytes(), type=RunState)
     except (OSError, msgspec.DecodeError):
         return None
-    return state if is_alive(state.pid) else None
+    return state if _is_locked(state_dir) else None
 
 
 def running_certificates(running: RunState | None, namespace: str) -> Path | None:
@@ -103,12 +107,26 @@ def lock(directory: Path, stack: contextlib.ExitStack) -> bool:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
         raise StartupError(f"cannot write to state directory {directory}: {exc.strerror}") from exc
     stack.callback(os.close, descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Ends with the descriptor. Unlike one of flock(2), others can see it without taking it.
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     except BlockingIOError:
         return False
     return True
+
+
+def _is_locked(directory: Path) -> bool:
+    try:
+        with _lock_file(directory).open("rb") as file:
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+    except OSError:
+        return False
+    return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+
+def _lock_file(directory: Path) -> Path:
+    return directory / "lock"

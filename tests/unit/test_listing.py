@@ -1,6 +1,7 @@
 """What `ps` shows for a member, whether its process answers or not."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.overview import fetch
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.serve.certificate_folder import make_certificates
-from dynamo_lite.serve.run_state import RunState, write_run
-from tests.builders import endpoint_record
+from dynamo_lite.serve.run_state import RunState, lock, read_run, run_file
+from tests.builders import endpoint_record, running_here
 from tests.hostile import answering
 
 
@@ -70,10 +71,21 @@ def test_a_host_of_workers_needs_their_certificates_only(tmp_path: Path):
         etcd="https://127.0.0.1:1",
         certificates=str(folder),
     )
-    write_run(tmp_path, run)
-    place = OnGraph(state_dir=tmp_path).place("VllmWorker")
-    certificates = place.certificates()
-    assert certificates is not None and certificates.component == "VllmWorker"
-    assert "VllmWorker.pem" in place.etcd_url
-    with pytest.raises(ConfigError, match=r"Operator\.pem cannot be read"):
-        OnGraph(state_dir=tmp_path).place().certificates()
+    with running_here(tmp_path, run):
+        place = OnGraph(state_dir=tmp_path).place("VllmWorker")
+        certificates = place.certificates()
+        assert certificates is not None and certificates.component == "VllmWorker"
+        assert "VllmWorker.pem" in place.etcd_url
+        with pytest.raises(ConfigError, match=r"Operator\.pem cannot be read"):
+            OnGraph(state_dir=tmp_path).place().certificates()
+
+
+def test_the_state_of_a_killed_supervisor_is_no_running_graph(tmp_path: Path):
+    """Its pid may be another process's by now."""
+    run = RunState(pid=os.getpid(), started_at=0.0, graph="g", namespace="n")
+    assert read_run(tmp_path) is None
+    with running_here(tmp_path, run), ExitStack() as stack:
+        assert read_run(tmp_path) == run
+        assert not lock(tmp_path, stack)
+        assert read_run(tmp_path) == run  # who looks, or is refused, takes no lock from its holder
+    assert run_file(tmp_path).exists() and read_run(tmp_path) is None
