@@ -15,9 +15,11 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.permissions import all_permissions
 from dynamo_lite.runtime.address import parse_etcd_url
 from dynamo_lite.runtime.etcd.client import EtcdClient, open_channel
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.store import Lease, Put, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd, etcdctl
-from dynamo_lite.serve.run_state import RunState, write_run
-from tests.builders import loop_time
+from dynamo_lite.serve.run_state import RunState
+from tests.builders import eventually, loop_time, running_here
 from tests.servers import PrivateServer
 
 PASSWORDS = {"root": "first", "n-Router": "second"}
@@ -60,6 +62,44 @@ async def test_users_of_a_call_that_ended_halfway_get_the_passwords_of_the_files
         await log_in("n-Router", "second")
 
 
+async def test_users_are_changed_while_their_graph_runs(tmp_path: Path):
+    """Each change ends tokens, also of calls on their way."""
+    folder, key = logins(tmp_path / "logins"), ROUTER[0].write[0]
+    as_root = {"user": "root", "password": PASSWORDS["root"]}
+    written = [0] * 8
+
+    async def write(number: int, store: Store, lease: Lease) -> None:
+        while True:
+            await store.put(f"{key}{number}", b"", lease=lease)
+            written[number] += 1
+
+    async def follow(store: Store) -> None:
+        async with store.watch(key) as events:
+            while not isinstance(event := await anext(events), Put) or event.key != f"{key}last":
+                pass
+
+    async with EmbeddedEtcd(tmp_path / "etcd") as etcd:
+        await make_users(etcd.url, "n", ROUTER, folder)
+        async with (
+            EtcdStore(f"{etcd.url}?login={folder / 'n-Router'}") as store,
+            store.lease(5.0) as lease,
+            asyncio.TaskGroup() as group,
+        ):
+            follower = group.create_task(follow(store))
+            writers = [group.create_task(write(n, store, lease)) for n in range(len(written))]
+            for _ in range(8):
+                words = ("user", "passwd", "n-Router")
+                await etcdctl(etcd.url, *words, timeout_s=30, typed="second\n", **as_root)
+                written[:] = [0] * len(written)
+                await eventually(lambda: all(written))
+            for writer in writers:
+                writer.cancel()
+            assert await lease.verify() is None
+            await store.put(f"{key}last", b"", lease=lease)
+            async with asyncio.timeout(10):
+                await follower
+
+
 async def test_a_password_that_etcdctl_would_cut_is_refused(tmp_path: Path):
     folder = logins(tmp_path / "logins", **{"n-Router": "two words"})
     with pytest.raises(ConfigError, match="n-Router: etcdctl reads a password to its first blank"):
@@ -72,7 +112,6 @@ def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
     run = RunState(
         pid=os.getpid(), started_at=0.0, graph="g", namespace="n", certificates="/certificates"
     )
-    write_run(tmp_path, run)
     urls: list[str] = []
 
     async def make_users(url: str, *_: Any) -> None:
@@ -80,14 +119,15 @@ def test_etcd_is_reached_with_the_certificate_of_the_graph_that_runs_here(
 
     monkeypatch.setattr(access, "make_users", make_users)
     asked = "https://etcd.invalid:2379"
-    for namespace in ("n", "other"):
-        access.etcd(
-            namespace=namespace,
-            make=tmp_path,
-            etcd_url=asked,
-            state_dir=tmp_path,
-            certificates=None,
-        )
+    with running_here(tmp_path, run):
+        for namespace in ("n", "other"):
+            access.etcd(
+                namespace=namespace,
+                make=tmp_path,
+                etcd_url=asked,
+                state_dir=tmp_path,
+                certificates=None,
+            )
     assert ["Operator.pem" in url for url in urls] == [True, False]
 
 

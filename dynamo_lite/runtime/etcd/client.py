@@ -23,7 +23,12 @@ CALL_TIMEOUT_S = 2.0
 #: Codes of a member that is unreachable, hangs, or has no leader.
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
 #: The token is unknown or expired, the users have changed since, or no token was sent.
-_STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_STALE_TOKEN = (
+    "invalid auth token",
+    "revision of auth store is old",
+    "revision in header is old",  # they have changed after etcd's first look at the request
+    "user name is empty",
+)
 _AUTH_IS_OFF = "authentication is not enabled"
 _NEVER_SENT = "failed to connect to all addresses"
 
