@@ -41,7 +41,7 @@ def main() -> int:
         description="Breaks the network between hosts, which are network namespaces of this "
         "machine, while requests and jobs run: three NATS servers, three etcd members, two "
         "Frontends and two decode workers with engines that compute nothing. Needs root. Exit code "
-        "0: every answer was right and no job was lost; 1: not; 2: it cannot run here.",
+        "0: every answer was right and the queue kept its jobs; 1: not; 2: it cannot run here.",
         epilog=f"Scenarios: {', '.join(SCENARIOS)}.",
     )
     parser.add_argument(

@@ -1,6 +1,7 @@
 """What is asked of the graph on the hosts, and what came of it."""
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections import Counter
@@ -22,8 +23,12 @@ from tests.process.null_graph import told
 from tests.vllm.asking import prompt_ids
 
 _PAUSE_S = 0.05
+#: Longer than a pull request waits, and than the queue takes to choose a leader.
+_COMES_S = 20.0
 #: Of each Frontend: so engines have prompts and answers in one step.
 _CLIENTS = 3
+#: Each has one pull request that waits for a job.
+PULLERS = 2
 
 
 def question(seed: int, prompt_tokens: int, tokens: int) -> Question:
@@ -103,12 +108,14 @@ class Clients:
 
 
 class Jobs:
-    """Async context manager: two users push into the prefill queue's stream, two pull from it."""
+    """Async context manager: users push into the prefill queue's stream, others pull from it. As
+    decode workers do, those who push take back the jobs that never come."""
 
     def __init__(self, nats_url: str):
         self._url = nats_url
         self._stack = AsyncExitStack()
-        self.pushed: list[bytes] = []
+        #: With their sequences.
+        self.pushed: dict[bytes, int] = {}
         self.done: Counter[bytes] = Counter()
         self.refused = 0
         self._stop = asyncio.Event()
@@ -121,7 +128,7 @@ class Jobs:
         async with AsyncExitStack() as stack:
             users = [
                 await stack.enter_async_context(JetStreamQueue(self._url, "jobs", config))
-                for _ in range(4)
+                for _ in range(2 + PULLERS)
             ]
             for queue in users[2:]:
                 await stack.enter_async_context(running(self._pull(queue), name="pull"))
@@ -129,6 +136,7 @@ class Jobs:
                 await stack.enter_async_context(running(self._push(queue), name="push"))
                 for queue in users[:2]
             ]
+            self._queue = users[0]
             self._stack = stack.pop_all()
         return self
 
@@ -139,22 +147,25 @@ class Jobs:
         pushed, done, refused = len(self.pushed), len(self.done), self.refused
         return f"Jobs({pushed} pushed, {done} done, {refused} refused)"
 
-    async def missing(self, within_s: float) -> set[bytes]:
-        """Stops pushing. The jobs that were pushed and never came."""
+    async def end(self) -> tuple[int, int]:
+        """Stops pushing. How many jobs never came: those that could be taken back, and those that
+        the queue does not have any more. Raises DynamoLiteError."""
         self._stop.set()
         await asyncio.gather(*self._pushing)
-        try:
-            await eventually(lambda: set(self.pushed) <= set(self.done), within_s)
-        except TimeoutError:
-            return set(self.pushed) - set(self.done)
-        return set()
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: self.pushed.keys() <= self.done.keys(), _COMES_S)
+        there = [
+            await self._queue.delete(sequence)
+            for job, sequence in self.pushed.items()
+            if job not in self.done
+        ]
+        return there.count(True), there.count(False)
 
     async def _push(self, queue: JetStreamQueue) -> None:
         while not self._stop.is_set():
             payload = f"{self.prefix}-{next(self._numbers)}".encode()
             try:
-                await queue.push(payload, message_id=payload.decode())
-                self.pushed.append(payload)
+                self.pushed[payload] = await queue.push(payload, message_id=payload.decode())
             except (BrokerUnavailable, QueueFull):
                 self.refused += 1
             await asyncio.sleep(_PAUSE_S)
@@ -164,7 +175,5 @@ class Jobs:
             job = await queue.pull(timeout_s=2.0)
             if job is not None:
                 self.done[job.payload] += 1
-                try:
+                with contextlib.suppress(BrokerUnavailable):
                     await job.ack()
-                except BrokerUnavailable:
-                    continue  # it comes again
