@@ -486,18 +486,17 @@ def test_a_write_that_outlasts_preemption_ends_the_engine(fabric, decode):
 def test_the_peers_that_were_used_last_stay_connected(prefill, fabric, monkeypatch):
     """Of the others those are forgotten to which nothing is written."""
     monkeypatch.setattr(remote_ranks, "_MOST_ENGINES", 2)
+    engines = {name: Decode(fabric, name) for name in ("e1", "e2", "e3", "e4", "e5")}
 
     def meets(engine: str) -> list[str]:
         """Writes an attempt to it; the peers that are forgotten for it."""
         prefill.mover.removed.clear()
-        met = targets(Decode(fabric, engine))
-        prefill.step(
-            blocks([1], [1], attempt=f"to-{engine}", last=True, engine=engine), targets=met
-        )
+        write = blocks([1], [1], attempt=f"to-{engine}", last=True, engine=engine)
+        prefill.step(write, targets=targets(engines[engine]))
         if not prefill.mover.hold:
             prefill.step(ended=[(f"to-{engine}", True)])
         prefill.ended()
-        return prefill.mover.removed
+        return list(prefill.mover.removed)
 
     assert [meets(engine) for engine in ("e1", "e2", "e1")] == [[], [], []]
     prefill.mover.hold = True
