@@ -65,7 +65,7 @@ BUDGET = {
     "dynamo_lite/planner": 1_753,
     "dynamo_lite/serve": 4_368,
     "dynamo_lite/cli": 2_120,
-    "tests": 49_754,
+    "tests": 49_756,
     "tests/simulation": 7_881,
 }
 SLACK = 50
